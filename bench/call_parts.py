@@ -35,6 +35,7 @@ from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.logs import CALLS, set_up_logging
 from headrace.telemetry.setup import set_up_telemetry
 from headrace_transformer.inference.request import InferRequest
+from tests.support.payload_ingest import tap_of
 
 _CALLS = 1000
 _REPEATS = 7
@@ -113,7 +114,7 @@ async def _measure_all() -> dict[str, float]:
     set_up_logging("bench", "INFO", "json")
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
-        tap = PayloadTap("127.0.0.1:1", spool=Path(folder))
+        tap = tap_of("127.0.0.1:1", spool=Path(folder))
         tap.start()
         try:
             empty = await _measure(_nothing)

@@ -28,7 +28,7 @@ from bench.contenders import ROOT, Contender
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import quantile
 from bench.worker_process import WorkerProcess
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 
 _STATE = ROOT / ".run" / "bench"
 _MODEL = "llama-10M"

@@ -33,7 +33,7 @@ from bench.runs import PROMPT, cpu_seconds, parser, running_stack, write
 from bench.statistics import quantile
 from headrace.errors import FAILED_HOP, RETRY_AFTER_MS
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 
 _MODEL = "storyteller"
 _PREDICTORS = 3

@@ -30,7 +30,6 @@ from bench.runs import parser, write
 from bench.statistics import quantile
 from headrace.payload.parts import Begin
 from headrace.payload.records import as_uuid7, next_id
-from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
     AppendRequest,
@@ -42,6 +41,7 @@ from headrace_protos.headrace_pb2 import (
     UsageRequest,
 )
 from tests.support.free_ports import free_settings
+from tests.support.payload_ingest import tap_of
 
 _ROOT = Path(__file__).resolve().parent.parent
 _AIMS = {"append_records_a_second": 5000, "query_p95_ms": 50, "usage_of_one_client_p95_ms": 50, "tap_chunk_p99_us": 20}
@@ -231,7 +231,7 @@ async def _tap() -> dict[str, Any]:
     """Microseconds of the event loop for each chunk, while all threads behind the tap work."""
     async with _logger() as (target, _):
         with tempfile.TemporaryDirectory() as folder:
-            tap = PayloadTap(target, spool=Path(folder))
+            tap = tap_of(target, spool=Path(folder))
             tap.start()
             costs: list[float] = []
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runner.envoy_config import Change
-from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
+from tests.support.runner_stack import Stack
 
 PROMPT = "Tell me a story about a fox."
 

@@ -34,7 +34,7 @@ from bench.statistics import estimate, paired_ratios
 from headrace.oip.tensors import Tensor, add_input
 from headrace_protos import headrace_pb2
 from headrace_protos import inference_pb2 as pb
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 
 _TEXT_MODEL, _TENSOR_MODEL = "storyteller", "identity"
 _MODES = ("traced", "untraced", "off")

@@ -38,7 +38,7 @@ from bench.contenders import ROOT
 from bench.processes import NAMED_THREADS, Thread, roles, usage
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import quantile
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 
 _MODELS_FOLDER = ROOT / ".run" / "bench" / "models"
 _MODEL = "llama-10M"

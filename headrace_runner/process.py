@@ -14,10 +14,12 @@ import json
 import os
 import signal
 import socket
+import sys
+import tempfile
 import time
 from asyncio.subprocess import Process as Running
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,7 +27,7 @@ from typing import IO
 from headrace.errors import StartupError
 from headrace.processes import how_it_ended
 from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
-from headrace_runner.running import Retiring, ended, short_path, signal_to, spawn
+from headrace_runner import tether
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
@@ -34,7 +36,6 @@ STEADY_S = 30.0  # After a run of this length the backoff starts at the first de
 _LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
 _TAIL_BYTES = 4096
 _REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
-_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 Say = Callable[[str], None]
 
@@ -77,7 +78,7 @@ class Process:
         self._supervision: asyncio.Task[None] | None = None
         self.has_served = False  # Then its settings are right: whatever ends it may pass.
         self._replaced = asyncio.Event()
-        self._retiring: Retiring | None = None
+        self._retiring: asyncio.Task[None] | None = None
         self._end_of_predecessor: asyncio.Task[int] | None = None
 
     @property
@@ -93,13 +94,6 @@ class Process:
         self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
         return self._supervision
 
-    async def kill(self, signum: signal.Signals) -> None:
-        """Sends a signal to the running process; returns after its end if the signal asks for it."""
-        process = self._process
-        os.kill(self.pid, signum)
-        if process is not None and signum in _ENDING:
-            await process.wait()
-
     async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
         """Replaces the process by one of `spec`; returns when it takes all new calls.
 
@@ -111,7 +105,7 @@ class Process:
         if running is None or running.returncode is not None:
             raise StartupError(f"{self.spec.name} is starting; try again")
         with (
-            short_path() as folder,
+            _short_path() as folder,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
         ):
             ready.setblocking(False)
@@ -123,37 +117,31 @@ class Process:
                 if self._process is not running or running.returncode is not None:
                     raise StartupError(f"{self.spec.name} ended during its replacement and was restarted")
             except BaseException:
-                signal_to(successor, signal.SIGKILL)
-                await ended(successor)
+                _signal(successor, signal.SIGKILL)
+                await _end_of(successor)
                 raise
         self.spec = spec
-        self._retiring = Retiring(running, patience_s)
         self._process = successor
         self._replaced.set()
-        signal_to(running, RETIRE)
+        self._retiring = asyncio.create_task(self._retire(running, patience_s), name=f"retirement of {spec.name}")
 
     async def predecessor_ended(self) -> None:
         """Returns when the process that was replaced last has ended; its patience limits the wait."""
         if self._retiring is not None:
-            await self._retiring.end(self.spec.grace_s)
-            self._retiring = None
+            await self._retiring
 
     async def stop(self) -> None:
         """Ends the process, by SIGKILL after its grace period, a predecessor that is retiring, and the supervision."""
-        retiring, self._retiring = self._retiring, None
-        if retiring is not None:
-            retiring.terminate()
         self._stopping.set()
         if self._supervision is None:
             return
-        self._signal(signal.SIGTERM)
+        _signal(self._process, signal.SIGTERM)
         done, _ = await asyncio.wait({self._supervision}, timeout=self.spec.grace_s)
         if not done:
             self._say(f"{self.spec.name} did not stop within {self.spec.grace_s:g} s and was killed")
-            self._signal(signal.SIGKILL)
+            _signal(self._process, signal.SIGKILL)
         await asyncio.gather(self._supervision, return_exceptions=True)
-        if retiring is not None:
-            await retiring.end(self.spec.grace_s)
+        await self.predecessor_ended()
 
     def last_line(self) -> str:
         """The log's last line that is not empty; empty if there is no log."""
@@ -191,7 +179,7 @@ class Process:
             self._prepare()
         self._process = await self._run(self.spec.command)
         if self._stopping.is_set():
-            self._signal(signal.SIGTERM)
+            _signal(self._process, signal.SIGTERM)
         exit_code = await self._until_end(self._process)
         if exit_code in self.spec.fatal_exit_codes and not self.has_served and not self._stopping.is_set():
             raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
@@ -200,7 +188,7 @@ class Process:
     async def _until_end(self, process: Running) -> int:
         """Waits for the end of the current process, also after a replacement; returns its exit code."""
         while True:
-            end = asyncio.create_task(ended(process), name=f"{self.spec.name}'s end")
+            end = asyncio.create_task(_end_of(process), name=f"{self.spec.name}'s end")
             replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
             await asyncio.wait({end, replaced}, return_when=asyncio.FIRST_COMPLETED)
             replaced.cancel()
@@ -208,6 +196,17 @@ class Process:
                 return await end
             self._replaced.clear()
             self._end_of_predecessor, process = end, self._process
+
+    async def _retire(self, process: Running, patience_s: float) -> None:
+        """Lets a predecessor finish its calls for its patience, or until the stop, and then ends it as at a stop."""
+        _signal(process, RETIRE)
+        end = asyncio.create_task(process.wait(), name=f"{self.spec.name}'s predecessor")
+        stop = asyncio.create_task(self._stopping.wait(), name=f"{self.spec.name}'s stop")
+        await asyncio.wait({end, stop}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            _signal(process, signum)
+            await asyncio.wait({end}, timeout=self.spec.grace_s)
 
     async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -245,9 +244,49 @@ class Process:
             self._say(f"{self.log} cannot be written ({error.strerror}): the output of {self.spec.name} is lost")
             return Path(os.devnull).open("ab")
 
-    def _signal(self, signum: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signum)
+
+async def spawn(
+    command: tuple[str, ...], environment: Mapping[str, str], working_folder: Path, log: IO[bytes]
+) -> Running:
+    """Starts a command that leads its own session, writes to the log, and dies with this process."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=working_folder,
+        env=dict(environment),
+        start_new_session=True,
+    )
+
+
+def _signal(process: Running | None, signum: signal.Signals) -> None:
+    """Sends a signal to a process, if there is one that has not ended."""
+    with suppress(ProcessLookupError):
+        if process is not None and process.returncode is None:
+            os.kill(process.pid, signum)
+
+
+async def _end_of(process: Running) -> int:
+    """Returns the exit code of a process when it has ended, and kills its remaining children."""
+    exit_code = await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return exit_code
+
+
+@contextmanager
+def _short_path() -> Iterator[str]:
+    """A folder of this process's user, by a path that has room for a socket's name however long that of TMPDIR is."""
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        if sys.platform != "linux":
+            yield folder
+            return
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
 
 
 def _message(line: str) -> str:

@@ -20,7 +20,7 @@ from headrace.endpoints import host_and_port, is_service, parse_endpoints, steps
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
 from headrace.settings import drop_service_links
-from headrace.validation import first_fault, unknown_setting
+from headrace.validation import first_fault, matching, unknown_setting
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
@@ -42,17 +42,6 @@ _HOST_AND_PORT = rf"{_HOST}:([1-9][0-9]{{0,4}})"
 _MAX_PORT = 65535
 
 
-def _matching(pattern: str, message: str) -> AfterValidator:
-    """Refuses text that does not match as a whole."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(message)
-        return text
-
-    return AfterValidator(check)
-
-
 def _moved(port: int, info: ValidationInfo) -> int:
     """The port with PORT_OFFSET added; 0 stays."""
     moved = port and port + info.data.get("port_offset", 0)
@@ -65,18 +54,18 @@ Port = Annotated[int, Field(ge=1, le=_MAX_PORT), AfterValidator(_moved)]
 MetricsPort = Annotated[int, Field(ge=0, le=_MAX_PORT), AfterValidator(_moved)]  # 0: no page.
 Origins = Annotated[
     str,
-    _matching(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", "must be * or a comma list of origins such as https://host:port"),
+    matching(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", "must be * or a comma list of origins such as https://host:port"),
 ]
 Hosts = Annotated[
     str,
-    _matching(rf"(\*|{_HOST}(,{_HOST})*)?", "must be * or a comma list of host names such as models.example.com"),
+    matching(rf"(\*|{_HOST}(,{_HOST})*)?", "must be * or a comma list of host names such as models.example.com"),
     AfterValidator(str.lower),
 ]
 PathText = Annotated[
-    str, _matching(r"[^\"\\\x00-\x1f\x7f]*", "must have no quotation marks, backslashes or control characters")
+    str, matching(r"[^\"\\\x00-\x1f\x7f]*", "must have no quotation marks, backslashes or control characters")
 ]
-TokenName = Annotated[str, _matching(r"[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]*", "must be a name or a URI, as in the tokens")]
-PageAddress = Annotated[str, _matching(r"(https?://\S+)?", "must begin with http:// or https://")]
+TokenName = Annotated[str, matching(r"[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]*", "must be a name or a URI, as in the tokens")]
+PageAddress = Annotated[str, matching(r"(https?://\S+)?", "must begin with http:// or https://")]
 
 
 class StackSettings(BaseSettings):
@@ -161,7 +150,7 @@ class StackSettings(BaseSettings):
         DEFAULT_MODELS if IS_CHECKOUT else DEFAULT_MODELS.replace("=", f"={ROOT}/"),
         description="Comma list of name=folder-or-hub-id[@revision], or org/name of the hub, or name=URL.",
     )
-    predictor_endpoints: str = Field(
+    predictor_endpoints: Annotated[str, AfterValidator(lambda text: ",".join(parse_endpoints(text)))] = Field(
         "",
         description="Comma list of host:port of predictors on other hosts, used beside the local ones; a name stands"
         " for all its addresses, _service._tcp.domain without a port for its SRV records (docs/production.md). Empty:"
@@ -214,11 +203,6 @@ class StackSettings(BaseSettings):
         if value and (endpoint is None or int(endpoint[1]) > _MAX_PORT):
             raise ValueError("must be host:port")
         return value
-
-    @field_validator("predictor_endpoints")
-    @classmethod
-    def _is_a_list_of_endpoints(cls, value: str) -> str:
-        return ",".join(parse_endpoints(value))
 
     @field_validator("predictors")
     @classmethod

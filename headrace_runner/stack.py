@@ -9,13 +9,10 @@ and the logger last, within ten seconds. None outlives this process, however it 
 
 import asyncio
 import errno
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Self
 
 from headrace.errors import StartupError
 from headrace_runner import envoy_config, services
@@ -78,23 +75,6 @@ class Stack:
         }
         pages = {kind: [(LOOPBACK, port, "/metrics") for port in numbers if port] for kind, numbers in ports.items()}
         return pages | {"envoy": [(LOOPBACK, settings.gateway_inner_port, "/stats/prometheus")]}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The processes: "envoy", "transformer", "predictor-0", …, "logger"."""
-        return tuple(self._processes)
-
-    def pid(self, name: str) -> int:
-        """The process id; raises ProcessLookupError between two runs."""
-        return self._processes[name].pid
-
-    def log(self, name: str) -> str:
-        """The output of a process so far."""
-        return self._processes[name].log.read_text(errors="replace")
-
-    async def kill(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal; returns after the process's end if the signal asks for it. The process is restarted."""
-        await self._processes[name].kill(signum)
 
     async def start(self) -> None:
         """Starts every process; raises StartupError if the folder is held or not writable, or if a port is taken."""
@@ -189,20 +169,6 @@ class Stack:
         for stage in self._stages:
             await asyncio.gather(*(process.stop() for process in stage))
         self.folder.release()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        try:
-            await self.wait_ready()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     async def _become_ready(self, on_ready: Callable[[str], None]) -> None:
         health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}

@@ -148,10 +148,16 @@ class Figures:
     def count(self, what: str, row: str | None = None) -> int:
         return sum(number for (own, name), number in self.counts.items() if name == what and row in (None, own))
 
-    def good_share(self, row: str | None = None) -> float | None:
-        """The share of requests that met the objective; None without requests."""
+    def good_percent(self, row: str | None = None) -> float | None:
+        """The percentage of requests that met the objective; None without requests."""
         requests = self.count(REQUESTS, row)
-        return self.count(GOOD, row) / requests if requests else None
+        return 100 * self.count(GOOD, row) / requests if requests else None
+
+    def rates(self, seconds: int, row: str | None = None) -> dict[str, float | None]:
+        """Counts a second of a row or over all, and the percentage of good requests, by the names of charts."""
+        counts = {"requests": REQUESTS, "failed": FAILED, "goodput": GOOD, "tokens": TOKENS, "messages": MESSAGES}
+        rates = {name: self.count(what, row) / seconds for name, what in counts.items()}
+        return {**rates, "good_percent": self.good_percent(row)}
 
     def to_message(self) -> dict[str, Any]:
         return {
@@ -175,16 +181,16 @@ def _slowest(requests: list[SlowRequest]) -> list[SlowRequest]:
     return sorted(requests, key=lambda request: request.order, reverse=True)[:_SLOWEST]
 
 
-def verdicts(total: Figures, least_share: float) -> dict[str, tuple[bool, str]]:
+def verdicts(total: Figures, least_percent: float) -> dict[str, tuple[bool, str]]:
     """Of `--check`: row → whether enough of its requests were good, and the figures in words."""
     result = {}
     for row in total.rows:
         requests = total.count(REQUESTS, row)
-        share = total.good_share(row) or 0.0
-        words = [f"{100 * share:.1f} % of {requests} requests good, {total.count(FAILED, row)} failed"]
+        percent = total.good_percent(row) or 0.0
+        words = [f"{percent:.1f} % of {requests} requests good, {total.count(FAILED, row)} failed"]
         for measure in (TTFT, GAP, WHOLE, CANCEL):
             quantiles = total.of(measure, row).quantiles((0.5, 0.99))
             if quantiles:
                 words.append(f"{measure} p50 {quantiles['p50']:.1f} ms, p99 {quantiles['p99']:.1f} ms")
-        result[row] = (requests > 0 and share >= least_share, "; ".join(words))
+        result[row] = (requests > 0 and percent >= least_percent, "; ".join(words))
     return result

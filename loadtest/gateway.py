@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
+from google.protobuf.json_format import ParseDict
+
 from headrace.rpc.client import caller_key
+from headrace_protos.inference_pb2 import ModelMetadataResponse
 
 _TIMEOUT_S = 3.0
-_TEXT_INPUT = "text_input"
 
 
 class GatewayError(Exception):
@@ -37,27 +39,6 @@ class Address:
         if self.secure:
             return http.client.HTTPSConnection(self.target, timeout=timeout_s, context=ssl.create_default_context())
         return http.client.HTTPConnection(self.target, timeout=timeout_s)
-
-
-@dataclass(frozen=True)
-class TensorDescription:
-    """An input of a model; -1 in `shape` is an open dimension."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Model:
-    """`text`: it takes prompts, by its inputs."""
-
-    name: str
-    inputs: tuple[TensorDescription, ...] = ()
-
-    @property
-    def text(self) -> bool:
-        return any(tensor.name == _TEXT_INPUT for tensor in self.inputs)
 
 
 class PredictorState(NamedTuple):
@@ -113,13 +94,10 @@ class Gateway:
         index = self._call("POST", "/v2/repository/index")
         return [*names, *(model["name"] for model in index if model["name"] not in names)]
 
-    def model(self, name: str) -> Model:
-        """What the gateway says of a model's inputs."""
-        inputs = self._get(f"/v2/models/{quote(name, safe='')}")["inputs"]
-        tensors = (
-            TensorDescription(tensor["name"], tensor["datatype"], tuple(map(int, tensor["shape"]))) for tensor in inputs
-        )
-        return Model(name, tuple(tensors))
+    def model(self, name: str) -> ModelMetadataResponse:
+        """What the gateway says of a model's inputs; -1 in a shape is an open dimension."""
+        metadata = self._get(f"/v2/models/{quote(name, safe='')}")
+        return ParseDict({"name": name, "inputs": metadata["inputs"]}, ModelMetadataResponse(), True)
 
     def records(self, **filters: str) -> list[dict[str, Any]]:
         """Records of the payload log, newest first."""

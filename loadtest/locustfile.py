@@ -17,7 +17,7 @@ gevent.get_hub().threadpool.maxsize = 1000
 # Locust runs this file by its path: the repository's packages are one folder up.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from loadtest import wiring  # noqa: E402
+import loadtest.wiring  # noqa: E402, F401  # It connects the users to Locust.
 from loadtest.users.streams import CancelUser, ChatUser, SlowReaderUser, StreamUser, TritonStreamUser  # noqa: E402  # noqa: E402
 from loadtest.users.tensors import TensorRestUser, TensorUser  # noqa: E402
 
@@ -30,5 +30,3 @@ __all__ = [
     "TensorUser",
     "TritonStreamUser",
 ]
-
-wiring.connect()

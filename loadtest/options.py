@@ -9,42 +9,25 @@ messages of the stream, `whole` the whole request, `cancel` how long the server 
 a request does not have, such as the gap of a tensor call, is kept. A request that failed is never good.
 """
 
-import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from loadtest.prompts import Workload, parse_lengths, read_prompts
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, PositiveInt, ValidationError
+
+from headrace.validation import first_fault
+from loadtest.prompts import MAX_LENGTH, Prompt, Workload, read_prompts
 
 MEASURES = ("ttft", "gap", "whole", "cancel")
 _TERM = re.compile(r"\s*(?P<measure>[a-z]+)\s*(<=|≤|<)\s*(?P<value>\d+(\.\d+)?)\s*(?P<unit>ms|s)\s*", re.IGNORECASE)
 _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
 
 AUTOMATIC = "automatic"
-REPLAY = "log"
-_LEAST_SHARE, _GREATEST_KILLS = 50.0, 600.0
-
-# Field → default and help, those that matter most first: the form shows them so. `model` is a menu where the page knows
-# the stack's models.
-_FIELDS = {
-    "model": (AUTOMATIC, "automatic: the first that fits"),
-    "output_tokens": ("16-64", "N or N-M"),
-    "prompt_words": ("", "N or N-M; empty: examples"),
-    "think_time": ("0.1-0.5", "seconds, N or N-M"),
-    "arrivals": ("", "requests/s of each user, or log; empty: think time"),
-    "objective": ("TTFT <= 1 s, gap <= 200 ms", "TTFT, gap, whole, cancel"),
-    "good_percent": ("95", "requests that must meet it"),
-    "deadline": ("60", "seconds"),
-    "kills_per_minute": ("0", "predictors; DEVELOPMENT=true"),
-    "prompts_file": ("", "JSON Lines or ShareGPT"),
-    "tensor_shape": ("1,16", "where the model leaves it open"),
-    "knee_seconds": ("20", "of each level of KneeShape"),
-    "knee_most": ("512", "users of KneeShape"),
-    "knee_precision": ("5", "per cent, of KneeShape"),
-}
+REPLAY: Literal["log"] = "log"
 
 
 @dataclass(frozen=True)
@@ -68,51 +51,82 @@ def parse_objective(text: str) -> Objective:
     for term in text.split(",") if text.strip() else ():
         match = _TERM.fullmatch(term)
         if match is None or (measure := match["measure"].lower()) not in MEASURES:
-            raise ValueError(
-                f"objective: {term.strip()!r} is not like 'TTFT <= 300 ms' ({', '.join(MEASURES)}; ms or s)"
-            )
+            raise ValueError(f"is not like 'TTFT <= 300 ms, gap <= 1 s' ({', '.join(MEASURES)}; ms or s)")
         limits[measure] = float(match["value"]) * _MILLISECONDS[match["unit"].lower()]
     return Objective(limits)
 
 
-@dataclass(frozen=True)
-class Options:
-    """Times in seconds, shares 0 to 1, also `knee_precision`.
+def _bounds(text: str) -> tuple[str, str]:
+    """The bounds of N-M; of N, which is both."""
+    least, dash, greatest = text.partition("-")
+    return least, greatest if dash else least
 
-    `arrivals_per_s`: of each user, None for closed load; `replay`: arrivals of the payload log.
+
+def _ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("ends before it begins")
+    return bounds
+
+
+_OR_NONE = BeforeValidator(lambda text: text or None)
+_Model = Annotated[str, AfterValidator(lambda name: "" if name == AUTOMATIC else name)]
+_Arrivals = Annotated[Annotated[FiniteFloat, Field(gt=0)] | Literal["log"] | None, _OR_NONE]
+_Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
+_Lengths = Annotated[tuple[_Length, _Length], BeforeValidator(_bounds), AfterValidator(_ascending)]
+_Seconds = Annotated[FiniteFloat, Field(ge=0)]
+_Pause = Annotated[tuple[_Seconds, _Seconds], BeforeValidator(_bounds), AfterValidator(_ascending)]
+_Shape = Annotated[tuple[PositiveInt, ...], BeforeValidator(lambda text: text.replace("x", ",").split(","))]
+_Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(lambda text: read_prompts(Path(text)) if text else ())]
+
+
+def _field(default: str, description: str, **bounds: Any) -> Any:
+    return Field(default, description=description, **bounds)
+
+
+class Options(BaseModel):
+    """Those that matter most first: the form shows them so. `arrivals` are of each user a second, None for closed load.
+
+    `model` is a menu where the page knows the stack's models.
     """
 
-    model: str
-    workload: Workload
-    tensor_shape: tuple[int, ...]
-    think_s: tuple[float, float]
-    arrivals_per_s: float | None
-    replay: bool
-    objective: Objective
-    good_share: float
-    deadline_s: float
-    kills_per_minute: float
-    knee_seconds: int
-    knee_most: int
-    knee_precision: float
-    key: str
+    model_config = {"frozen": True, "validate_default": True}
+
+    model: _Model = _field(AUTOMATIC, "automatic: the first that fits")
+    output_tokens: _Lengths = _field("16-64", "N or N-M")
+    prompt_words: Annotated[_Lengths | None, _OR_NONE] = _field("", "N or N-M; empty: examples")
+    think_time: _Pause = _field("0.1-0.5", "seconds, N or N-M")
+    arrivals: _Arrivals = _field("", "requests/s of each user, or log; empty: think time")
+    objective: Annotated[Objective, BeforeValidator(parse_objective)] = _field(
+        "TTFT <= 1 s, gap <= 200 ms", "TTFT, gap, whole, cancel"
+    )
+    good_percent: float = _field("95", "requests that must meet it", gt=50, le=100)
+    deadline: FiniteFloat = _field("60", "seconds", gt=0)
+    kills_per_minute: float = _field("0", "predictors; DEVELOPMENT=true", ge=0, le=600)
+    prompts_file: _Prompts = _field("", "JSON Lines or ShareGPT")
+    tensor_shape: _Shape = _field("1,16", "where the model leaves it open")
+    knee_seconds: int = _field("20", "of each level of KneeShape", ge=2, le=3600)
+    knee_most: int = _field("512", "users of KneeShape", ge=1, le=100_000)
+    knee_precision: float = _field("5", "per cent, of KneeShape", ge=0, le=50)
+    key: str = _field("", "of the gateway; empty: HEADRACE_KEY")
+
+    @cached_property
+    def workload(self) -> Workload:
+        return Workload(self.output_tokens, self.prompt_words, self.prompts_file)
 
 
 def add_fields(parser: Any, models: Sequence[str]) -> None:
     """Adds the options to Locust's parser; `models` are the choices of the form's menu, if the stack was asked."""
-    for name, (default, text) in _FIELDS.items():
-        choices = {"choices": [AUTOMATIC, *models]} if name == "model" and models else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **choices)
-    key = "of the gateway; empty: HEADRACE_KEY"
-    parser.add_argument("--key", default="", is_secret=True, help=key)
+    for name, field in Options.model_fields.items():
+        more: dict[str, Any] = {"choices": [AUTOMATIC, *models]} if name == "model" and models else {}
+        if name == "key":
+            more["is_secret"] = True
+        parser.add_argument(_option(name), default=field.default, help=field.description, **more)
     addresses = {
         "links": "The gateway's address in the report's links, if the browser needs another than --host",
         "knee_folder": "Where the knee's reports are written",
     }
     for name, default in (("links", ""), ("knee_folder", ".run/knee")):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", default=default, include_in_web_ui=False, help=addresses[name]
-        )
+        parser.add_argument(_option(name), default=default, include_in_web_ui=False, help=addresses[name])
     parser.add_argument(
         "--check",
         action="store_true",
@@ -121,56 +135,15 @@ def add_fields(parser: Any, models: Sequence[str]) -> None:
     )
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def parse(values: Namespace) -> Options:
     """The options; raises ValueError for a malformed one."""
-    arrivals = values.arrivals.strip()
-    file = values.prompts_file.strip()
-    return Options(
-        model="" if values.model in ("", AUTOMATIC) else values.model,
-        workload=Workload(
-            output=parse_lengths("output tokens", values.output_tokens),
-            words=parse_lengths("prompt words", values.prompt_words) if values.prompt_words.strip() else None,
-            prompts=read_prompts(Path(file)) if file else (),
-        ),
-        tensor_shape=_shape(values.tensor_shape),
-        think_s=_think_time(values.think_time),
-        arrivals_per_s=_number("arrivals", arrivals, above=0.0) if arrivals not in ("", REPLAY) else None,
-        replay=arrivals == REPLAY,
-        objective=parse_objective(values.objective),
-        good_share=_number("good percent", values.good_percent, above=_LEAST_SHARE, most=100.0) / 100,
-        deadline_s=_number("deadline", values.deadline, above=0.0),
-        kills_per_minute=_number("kills per minute", values.kills_per_minute, most=_GREATEST_KILLS),
-        knee_seconds=round(_number("knee seconds", values.knee_seconds, above=1.0, most=3600.0)),
-        knee_most=round(_number("knee most", values.knee_most, above=0.5, most=100_000.0)),
-        knee_precision=_number("knee precision", values.knee_precision, most=50.0) / 100,
-        key=values.key.strip(),
-    )
-
-
-def _number(name: str, text: str, above: float = -1.0, most: float = math.inf) -> float:
+    texts = {name: getattr(values, name).strip() for name in Options.model_fields}
     try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(f"{name}: {text!r} is not a number") from None
-    if not math.isfinite(number) or number <= above or number < 0 or number > most:
-        raise ValueError(f"{name}: {text!r} is not between {max(above, 0):g} and {most:g}")
-    return number
-
-
-def _think_time(text: str) -> tuple[float, float]:
-    least, dash, greatest = text.strip().partition("-")
-    bounds = _number("think time", least), _number("think time", greatest if dash else least)
-    if bounds[0] > bounds[1]:
-        raise ValueError(f"think time: {text!r} ends before it begins")
-    return bounds
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    read: Callable[[str], int] = int
-    try:
-        shape = tuple(read(size) for size in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ValueError(f"tensor shape: {text!r} is not like 1,16")
-    return shape
+        return Options.model_validate(texts)
+    except ValidationError as error:
+        (name, *_), message = first_fault(error)
+        raise ValueError(f"{str(name).replace('_', ' ')}: {texts[str(name)]!r} {message}") from None

@@ -28,18 +28,7 @@ EXAMPLES = (
     "Lily wanted to bake a cake because",
 )
 _TOKENS_A_WORD = 4 / 3
-_GREATEST = 1_000_000
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Whole numbers from `least` to `greatest`, equally likely."""
-
-    least: int
-    greatest: int
-
-    def draw(self) -> int:
-        return random.randint(self.least, self.greatest)
+MAX_LENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -52,33 +41,24 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Draws prompts; without `words` or `prompts` the examples."""
+    """Draws prompts; without `words` or `prompts` the examples. Lengths have their bounds, and are equally likely."""
 
-    output: Lengths
-    words: Lengths | None = None
+    output: tuple[int, int]
+    words: tuple[int, int] | None = None
     prompts: Sequence[Prompt] = ()
+
+    def draw_output(self) -> int:
+        return random.randint(*self.output)
 
     def draw(self) -> tuple[str, int]:
         """A prompt and the number of tokens to request."""
         if self.prompts:
             prompt = random.choice(self.prompts)
-            return prompt.text, prompt.max_tokens or self.output.draw()
+            return prompt.text, prompt.max_tokens or self.draw_output()
         if self.words is None:
-            return random.choice(EXAMPLES), self.output.draw()
+            return random.choice(EXAMPLES), self.draw_output()
         vocabulary = " ".join(EXAMPLES).split()
-        return " ".join(random.choices(vocabulary, k=self.words.draw())), self.output.draw()
-
-
-def parse_lengths(name: str, text: str) -> Lengths:
-    """`N` or `N-M`; raises ValueError, which names the field."""
-    least, dash, greatest = text.strip().partition("-")
-    try:
-        lengths = Lengths(int(least), int(greatest if dash else least))
-    except ValueError:
-        raise ValueError(f"{name}: {text!r} is neither a number nor a range such as 16-64") from None
-    if not 1 <= lengths.least <= lengths.greatest <= _GREATEST:
-        raise ValueError(f"{name}: {text!r} is not a range of whole numbers from 1 to {_GREATEST}")
-    return lengths
+        return " ".join(random.choices(vocabulary, k=random.randint(*self.words))), self.draw_output()
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -88,9 +68,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         items = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
         prompts = [prompt for item in items if (prompt := _prompt(item)) is not None]
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"prompts file {path}: {error}") from None
+        raise ValueError(f"cannot be read: {error}") from None
     if not prompts:
-        raise ValueError(f"prompts file {path}: no prompts; JSON Lines with `prompt`, or ShareGPT's JSON")
+        raise ValueError("has no prompts; JSON Lines with `prompt`, or ShareGPT's JSON")
     return prompts
 
 

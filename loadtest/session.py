@@ -17,7 +17,7 @@ import gevent
 from gevent.lock import BoundedSemaphore
 from locust.runners import WorkerRunner
 
-from loadtest.figures import GAP, GOOD, PROCESSOR_FULL, REQUESTS, TOKENS, TTFT, Figures
+from loadtest.figures import GAP, PROCESSOR_FULL, TTFT, Figures
 from loadtest.gateway import Gateway, GatewayError, PredictorState, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
@@ -155,15 +155,12 @@ class Session:
         for second, found in self.measures.seconds.items():
             if second in self.course and second < changing:
                 continue
-            share, now = found.good_share(), states.get(second)
+            now = states.get(second)
             self.course[second] = {
                 "second": second,
                 "ttft": found.of(TTFT).quantiles((0.5, 0.99)),
                 "gap": found.of(GAP).quantiles((0.5, 0.99)),
-                "tokens": found.count(TOKENS),
-                "goodput": found.count(GOOD),
-                "requests": found.count(REQUESTS),
-                "good_percent": None if share is None else 100 * share,
+                **found.rates(1),
                 "running": sum(state.running for state in now) if now else None,
                 "waiting": sum(state.waiting for state in now) if now else None,
                 "cache": 100 * max(state.cache for state in now) if now else None,

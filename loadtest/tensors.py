@@ -1,23 +1,25 @@
 """Tensors of random values, as a model's metadata describes its inputs."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.oip.tensors import BF16, BYTES, DATATYPES, Tensor, dtype_of
-from loadtest.gateway import GatewayError, Model, TensorDescription
+from headrace_protos.inference_pb2 import ModelMetadataResponse
+from loadtest.gateway import GatewayError
 
 _TOKEN_IDS = (3, 200)  # In every vocabulary, behind the special tokens of most.
 
 
-def with_inputs(model: Model, given: tuple[int, ...]) -> Model:
+def with_inputs(model: ModelMetadataResponse, given: tuple[int, ...]) -> ModelMetadataResponse:
     """The model; one that takes any inputs gets one of INT64 and the given shape.
 
     Raises GatewayError for a model with an input of whose type there are no values here.
     """
     if not model.inputs:
-        return Model(model.name, (TensorDescription("input", "INT64", given),))
+        model.inputs.add(name="input", datatype="INT64", shape=given)
     for tensor in model.inputs:
         if tensor.datatype not in DATATYPES - {BF16}:
             raise GatewayError(
@@ -26,18 +28,18 @@ def with_inputs(model: Model, given: tuple[int, ...]) -> Model:
     return model
 
 
-def filled(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+def filled(shape: Sequence[int], given: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with sizes of the given one, aligned at the end, for its open dimensions; 1 where that has none."""
     sizes = (1,) * max(0, len(shape) - len(given)) + given[max(0, len(given) - len(shape)) :]
     return tuple(own if own >= 0 else size for own, size in zip(shape, sizes, strict=True))
 
 
-def filled_tensor(tensor: TensorDescription, shape: tuple[int, ...]) -> Tensor:
+def filled_tensor(tensor: ModelMetadataResponse.TensorMetadata, shape: tuple[int, ...]) -> Tensor:
     """Random values; token ids where the type is one of integers, ones for a mask, zeros for token types."""
     return Tensor(tensor.name, tensor.datatype, _values(tensor, shape))
 
 
-def _values(tensor: TensorDescription, shape: tuple[int, ...]) -> Any:
+def _values(tensor: ModelMetadataResponse.TensorMetadata, shape: tuple[int, ...]) -> Any:
     dtype = dtype_of(tensor.name, tensor.datatype)
     if tensor.datatype == BYTES:
         return np.full(shape, b"word", dtype)
@@ -54,7 +56,7 @@ def _values(tensor: TensorDescription, shape: tuple[int, ...]) -> Any:
     return random_values.integers(least, end, shape).astype(dtype)
 
 
-def json_tensor(tensor: TensorDescription, given: tuple[int, ...]) -> dict[str, Any]:
+def json_tensor(tensor: ModelMetadataResponse.TensorMetadata, given: tuple[int, ...]) -> dict[str, Any]:
     """A tensor of V2 REST."""
     shape = filled(tensor.shape, given)
     values = _values(tensor, shape)

@@ -1,7 +1,4 @@
-"""Connects the load test to Locust's events: options, sessions, what workers report, exit code, page.
-
-`connect` may be called by several locustfiles of one process; it connects once.
-"""
+"""Connects the load test to Locust's events: options, sessions, what workers report, exit code, page."""
 
 import logging
 from typing import Any
@@ -18,22 +15,10 @@ from loadtest.session import Session, session_of
 _log = logging.getLogger(__name__)
 
 _REPORTED = "headrace"
-_connected: dict[str, Any] = {}
+_connected: dict[str, Any] = {"environment": None}
 
 
-def connect() -> None:
-    if _connected:
-        return
-    _connected["environment"] = None
-    events.init_command_line_parser.add_listener(_add_options)
-    events.init.add_listener(_begin)
-    events.test_start.add_listener(_start)
-    events.test_stop.add_listener(_stop)
-    events.reset_stats.add_listener(_reset)
-    events.quitting.add_listener(_set_exit_code)
-    events.quit.add_listener(_add_to_report)
-
-
+@events.init_command_line_parser.add_listener
 def _add_options(parser: Any) -> None:
     """Locust makes its parser anew each time it shows its form; then the stack's models are known."""
     environment = _connected["environment"]
@@ -49,6 +34,7 @@ def _add_options(parser: Any) -> None:
     options.add_fields(parser, models)
 
 
+@events.init.add_listener
 def _begin(environment: Any, **_: Any) -> None:
     # The event loop's time is that of before the imports: --run-time would be shorter by as much.
     gevent.get_hub().loop.update_now()
@@ -74,6 +60,7 @@ def _begin(environment: Any, **_: Any) -> None:
         streams_tab.add_to(environment.web_ui, session)
 
 
+@events.test_start.add_listener
 def _start(environment: Any, **_: Any) -> None:
     try:
         session_of(environment).start()
@@ -81,14 +68,17 @@ def _start(environment: Any, **_: Any) -> None:
         _log.error("load test: %s", error)
 
 
+@events.test_stop.add_listener
 def _stop(environment: Any, **_: Any) -> None:
     session_of(environment).stop()
 
 
+@events.reset_stats.add_listener
 def _reset() -> None:
     session_of(_connected["environment"]).measures.reset()
 
 
+@events.quit.add_listener
 def _add_to_report(exit_code: int) -> None:
     """Locust has written its HTML report by now."""
     environment = _connected["environment"]
@@ -96,12 +86,13 @@ def _add_to_report(exit_code: int) -> None:
         streams_tab.add_to_file(environment.parsed_options.html_file, session_of(environment))
 
 
+@events.quitting.add_listener
 def _set_exit_code(environment: Any, **_: Any) -> None:
     """At the end of a run with `--check`: 1 unless every row has requests and enough of them were good."""
     if not environment.parsed_options.check or isinstance(environment.runner, WorkerRunner):
         return
     session = session_of(environment)
-    found = verdicts(session.measures.total, session.options.good_share)
+    found = verdicts(session.measures.total, session.options.good_percent)
     for row, (held, words) in found.items():
         _log.info("%s %s: %s", "held  " if held else "BROKEN", row, words)
     if not found:

@@ -15,16 +15,17 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import grpc
 
-from headrace.payload.drops import DAMAGED, REFUSED, Drops
+from headrace.payload.drops import DAMAGED, REFUSED
 from headrace.payload.outbox import Outbox
 from headrace.payload.reader import OutboxReader
+from headrace.payload.recording import Recorder
 from headrace.payload.records import ended_at
 from headrace_protos.headrace_pb2 import AppendRequest, AppendResponse
 from headrace_protos.spool_pb2 import Append
@@ -58,28 +59,16 @@ class _Unacknowledged(NamedTuple):
 
 
 class SourceShipper:
-    """Ships one outbox; with `ends` it has no writer any more, and `run` ends once all is acknowledged.
+    """Ships one outbox; with `ends` it has no writer any more, and `run` ends once all is acknowledged."""
 
-    `freed` is called when room has become free.
-    """
-
-    def __init__(
-        self,
-        append: AppendCall,
-        target: str,
-        outbox: Outbox,
-        drops: Drops,
-        hop: str,
-        freed: Callable[[], None],
-        ends: bool,
-    ) -> None:
+    def __init__(self, append: AppendCall, target: str, outbox: Outbox, recorder: Recorder, *, ends: bool) -> None:
         self.outbox = outbox
         self._append = append
         self._target = target
-        self._drops = drops
+        self._drops = recorder.drops
         self._ends = ends
-        self._freed = freed
-        self._reader = OutboxReader(outbox, hop, lambda: drops.count(DAMAGED), ends)
+        self._freed = recorder.writer.wake
+        self._reader = OutboxReader(outbox, recorder.hop, lambda: recorder.drops.count(DAMAGED), ends)
         self._batch: deque[_Unacknowledged] = deque()
         self._alone = 0  # How many of the batch, from the first, are sent alone.
         self._refusals = 0  # How often the first one was refused when it was sent alone.

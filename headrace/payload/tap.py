@@ -23,7 +23,6 @@ import threading
 import time
 from collections import Counter, deque
 from functools import partial
-from pathlib import Path
 
 import grpc
 from opentelemetry import metrics
@@ -36,7 +35,7 @@ from headrace.payload.outbox import Outbox, open_outboxes
 from headrace.payload.parts import Begin, Tensors
 from headrace.payload.recording import Recorder, Recording
 from headrace.payload.records import next_id
-from headrace.payload.rules import Digest, PayloadRules
+from headrace.payload.rules import Digest
 from headrace.payload.settings import RecordingSettings
 from headrace.payload.shipper import AppendCall, SourceShipper
 from headrace.payload.writer import PayloadWriter
@@ -55,31 +54,22 @@ _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 
 
 class PayloadTap:
-    """Opens recordings and ships them to the logger at `target` (host:port); its folder in `spool` is new.
+    """Opens recordings and ships them to the settings' logger; its folder in their spool is new.
 
     `hop` is the failed hop of recorded errors that name none.
     """
 
-    def __init__(
-        self,
-        target: str,
-        rules: PayloadRules | None = None,
-        *,
-        spool: Path,
-        spool_max: int = 1 << 30,
-        memory: int = 64 << 20,
-        fsync: bool = False,
-        hop: str = "transformer",
-    ) -> None:
-        self.rules = rules or PayloadRules()
-        self._target = target
-        self._root = spool
-        self._spool_max = spool_max
+    def __init__(self, settings: RecordingSettings, hop: str) -> None:
+        self.rules = rules = settings.payload_rules
+        self._target, self._root = settings.logger, settings.payload_spool
+        self._spool_max = settings.payload_spool_max
         self._drops = Drops()
-        looks_into = self.rules.redactions or self.rules.tensor_bytes or self.rules.tensor_digest is not Digest.OFF
-        encoder = Encoder(self.rules, memory)
-        self._writer = PayloadWriter(encoder, self._drops, memory, is_inline=not looks_into, fsync=fsync)
-        self._recorder = Recorder(self.rules, self._writer, self._drops, hop, spool)
+        looks_into = rules.redactions or rules.tensor_bytes or rules.tensor_digest is not Digest.OFF
+        memory = settings.payload_queue_memory
+        self._writer = PayloadWriter(
+            Encoder(rules, memory), self._drops, memory, is_inline=not looks_into, fsync=settings.payload_spool_fsync
+        )
+        self._recorder = Recorder(rules, self._writer, self._drops, hop, settings.payload_spool)
         self._last_id = 0
         self._boxes: list[Outbox] = []
         # Once the spool is open: what ships this process's records, and those of ended ones.
@@ -89,18 +79,6 @@ class PayloadTap:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._opening: asyncio.Task[None] | None = None
-
-    @classmethod
-    def of(cls, settings: RecordingSettings, hop: str) -> "PayloadTap":
-        return cls(
-            settings.logger,
-            settings.payload_rules,
-            spool=settings.payload_spool,
-            spool_max=settings.payload_spool_max,
-            memory=settings.payload_queue_memory,
-            fsync=settings.payload_spool_fsync,
-            hop=hop,
-        )
 
     @property
     def dropped(self) -> Counter[str]:
@@ -162,9 +140,7 @@ class PayloadTap:
         options = channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S)
         self._channel = grpc.insecure_channel(self._target, options=options)
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
-        ship = partial(
-            SourceShipper, append, self._target, drops=self._drops, hop=self._recorder.hop, freed=self._writer.wake
-        )
+        ship = partial(SourceShipper, append, self._target, recorder=self._recorder)
         self._own = ship(own, ends=False)
         self._orphans = deque(ship(orphan, ends=True) for orphan in orphans)
         self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._own.wake)

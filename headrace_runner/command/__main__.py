@@ -4,7 +4,6 @@ import argparse
 import os
 import shutil
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +97,9 @@ def parser() -> argparse.ArgumentParser:
     load.set_defaults(mode="")
 
     replay = command("replay", _replay, "run logged streams again and compare", replay_options.HELP)
-    since_text = "90s, 15m, 24h, 7d ago, or a time in ISO 8601; default 1h, with --from all of the file"
-    replay.add_argument("--since", type=_since, metavar="TIME", help=since_text)
+    when = "90s, 15m, 24h, 7d ago, or a time in ISO 8601"
+    since_text = f"{when}; default 1h, with --from all of the file"
+    replay.add_argument("--since", type=records.since, metavar="TIME", help=since_text)
     replay_options.add_options(replay)
 
     key = command("key", _key, "make a client's key", help_texts.KEY, calls=False)
@@ -118,10 +118,11 @@ def parser() -> argparse.ArgumentParser:
 
     log = command("log", _log, "list the requests so far", help_texts.LOG)
     log.add_argument("id", nargs="?", metavar="ID", help="show all of this record")
-    log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="records (default 20, maximum 1000)")
+    number = replay_options.up_to(records.MAX_RECORDS)
+    log.add_argument("-n", "--number", type=number, default=20, metavar="N", help="records (default 20, maximum 1000)")
     log.add_argument("-f", "--follow", action="store_true", help="then print each new record as it is written")
     log.add_argument("--json", action="store_true", help="print all of each record, as a line of JSON")
-    log.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
+    log.add_argument("--since", type=records.since, metavar="TIME", help=when)
     for name, text in (
         ("model", "of this model"),
         ("status", "with this gRPC status, such as OK or UNAVAILABLE"),
@@ -133,8 +134,8 @@ def parser() -> argparse.ArgumentParser:
     log.add_argument("--contains", dest="text_contains", metavar="TEXT", help="only records whose text contains it")
 
     used = command("usage", _usage, "sum up tokens and requests", help_texts.USAGE)
-    used.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
-    used.add_argument("--until", type=_since, metavar="TIME", help="before this time; as --since")
+    used.add_argument("--since", type=records.since, metavar="TIME", help=when)
+    used.add_argument("--until", type=records.since, metavar="TIME", help="before this time; as --since")
     used.add_argument("--client", help="only this client's")
     used.add_argument("--model", help="only this model's")
     groups = "comma list of client, model, day; default client,model; all for one line"
@@ -273,20 +274,6 @@ def _gateway(options: argparse.Namespace) -> Gateway:
 
 def _painter() -> Painter:
     return Painter(has_colours(sys.stdout, os.environ))
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= records.MAX_RECORDS:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {records.MAX_RECORDS}")
-    return number
-
-
-def _since(text: str) -> datetime:
-    try:
-        return records.since(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 90s, 15m, 24h, 7d nor a time in ISO 8601") from None
 
 
 if __name__ == "__main__":

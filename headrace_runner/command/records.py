@@ -3,6 +3,7 @@
 import json
 import re
 import urllib.request
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -38,11 +39,13 @@ _NAME = 40  # Characters of a client or a model.
 
 
 def since(text: str, now: datetime | None = None) -> datetime:
-    """Parses a time: 90s, 15m, 24h, 7d before now, or ISO 8601; raises ValueError for anything else."""
-    if span := _SPAN.fullmatch(text):
-        return (now or datetime.now(UTC)) - timedelta(**{_UNITS[span[2]]: int(span[1])})
-    time = datetime.fromisoformat(text)
-    return time.astimezone(UTC)
+    """Parses an argument: 90s, 15m, 24h, 7d before now, or a time in ISO 8601."""
+    try:
+        if span := _SPAN.fullmatch(text):
+            return (now or datetime.now(UTC)) - timedelta(**{_UNITS[span[2]]: int(span[1])})
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ArgumentTypeError(f"{text!r} is neither 90s, 15m, 24h, 7d nor a time in ISO 8601") from None
 
 
 def latest(gateway: Gateway, count: int, filters: dict[str, Any]) -> list[pb.PayloadRecord]:

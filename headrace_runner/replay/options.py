@@ -21,7 +21,7 @@ from headrace.files import private_file
 from headrace_runner.gateway import Gateway
 from headrace_runner.replay.records import LoggedStream, of_file, of_stack
 from headrace_runner.replay.replay import FailedError, Replay, Target
-from headrace_runner.replay.results import TROUBLE, Difference, Results
+from headrace_runner.replay.results import TROUBLE, Difference, Results, summary
 from headrace_runner.terminal import BOLD, GREEN, RED, Painter, has_colours, one_line, printable
 
 CONCURRENCY, LIMIT, TIMEOUT_S = 8, 10_000, 120.0
@@ -59,11 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="send the prompts' texts and messages instead of their ids: compares tokenizer and chat template too",
     )
     parser.add_argument(
-        "--concurrency", type=_up_to(_MAX_CONCURRENCY), default=CONCURRENCY, metavar="N", help="default: %(default)s"
+        "--concurrency", type=up_to(_MAX_CONCURRENCY), default=CONCURRENCY, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--limit",
-        type=_up_to(_MAX_LIMIT),
+        type=up_to(_MAX_LIMIT),
         default=LIMIT,
         metavar="N",
         help="replay at most this many streams, of a stack the newest (default: %(default)s)",
@@ -137,7 +137,9 @@ def _address(text: str) -> str:
     return text
 
 
-def _up_to(most: int) -> Callable[[str], int]:
+def up_to(most: int) -> Callable[[str], int]:
+    """The type of an argument from 1 to a maximum."""
+
     def number(text: str) -> int:
         if not text.isdecimal() or not 1 <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not between 1 and {most}")
@@ -158,8 +160,8 @@ def _seconds(text: str) -> float:
 
 def found_lines(logged: LoggedStream, found: Difference | FailedError, paint: Painter) -> list[str]:
     """The lines about one stream that differs or has failed."""
-    request_id, model = one_line(logged.request_id, 64), one_line(logged.request.model, 64)
-    names = f"record {one_line(logged.record_id, 64)}  request {request_id}  model {model}"
+    request_id, model = one_line(logged.record.request_id, 64), one_line(logged.request.model, 64)
+    names = f"record {one_line(logged.record.record_id, 64)}  request {request_id}  model {model}"
     if isinstance(found, FailedError):
         return [f"{paint(RED, 'failed')}     {names}", f"  {found.status}: {one_line(str(found), _WIDTH)}"]
     return [
@@ -183,11 +185,11 @@ def summary_lines(results: Results, paint: Painter) -> list[str]:
     if results.limit_reached:
         lines.append("there are more records: --limit has been reached")
     times = {"first token, ms": results.ttft, "whole, ms": results.duration}
-    if any(each.recorded for each in times.values()):
+    if any(times.values()):
         lines.append(f"{'':<16} {'on record p50':>14} {'p95':>9} {'now p50':>9} {'p95':>9}")
-    for name, each in times.items():
-        if each.recorded:
-            both = each.summary()
+    for name, pairs in times.items():
+        if pairs:
+            both = summary(pairs)
             cells = [both[side][rank] for side in ("recorded", "replayed") for rank in ("p50", "p95")]
             lines.append(f"{name:<16} {cells[0]:>14.1f} " + " ".join(f"{cell:>9.1f}" for cell in cells[1:]))
     lines += _weights(results.fingerprints())

@@ -115,17 +115,12 @@ class LoggedStream:
     answer that was not `is_whole` the replay must begin with them. `is_paced`: its duration is its caller's choice.
     """
 
-    record_id: str
-    request_id: str
+    record: PayloadRecord
     request: GenerateRequest
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str
     is_whole: bool
     is_paced: bool
-    ttft_ms: float | None
-    duration_ms: float
-    fingerprint: str
 
 
 def select(record: PayloadRecord, from_text: bool = False) -> LoggedStream | str:
@@ -148,19 +143,7 @@ def select(record: PayloadRecord, from_text: bool = False) -> LoggedStream | str
         request.max_tokens = len(ids)
         request.min_tokens = min(request.min_tokens, len(ids))
         request.ClearField("stop")  # None of them was in the text so far.
-    return LoggedStream(
-        record_id=record.record_id,
-        request_id=record.request_id,
-        request=request,
-        token_ids=ids,
-        text=answer_of(record),
-        finish_reason=record.finish_reason,
-        is_whole=is_whole,
-        is_paced=sampling.pace > 0,
-        ttft_ms=record.ttft_ms if record.HasField("ttft_ms") else None,
-        duration_ms=record.duration_ms,
-        fingerprint=record.fingerprint,
-    )
+    return LoggedStream(record, request, ids, answer_of(record), is_whole=is_whole, is_paced=sampling.pace > 0)
 
 
 def _reason(record: PayloadRecord, ids: tuple[int, ...]) -> str:

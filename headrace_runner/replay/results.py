@@ -6,7 +6,7 @@ the recorded ones were measured by the server, those of the replay by its caller
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
 
@@ -51,9 +51,9 @@ def compare(logged: LoggedStream, answer: Answer) -> Difference | None:
     if logged.token_ids and token_ids != logged.token_ids:
         at = _first_difference(logged.token_ids, token_ids)
         return _difference("token", at, _item(logged.token_ids, at), _item(token_ids, at), logged, answer)
-    if logged.is_whole and answer.finish_reason != logged.finish_reason:
+    if logged.is_whole and answer.finish_reason != logged.record.finish_reason:
         at = len(answer.token_ids)
-        return _difference("end", at, logged.finish_reason, answer.finish_reason, logged, answer)
+        return _difference("end", at, logged.record.finish_reason, answer.finish_reason, logged, answer)
     # What an answer that was cut off had of its text lags behind its tokens.
     text = answer.text if logged.is_whole else answer.text[: len(logged.text)]
     if text != logged.text:
@@ -83,23 +83,6 @@ def _around(text: str, at: int) -> str:
     return f"{'…' if begin else ''}{text[begin : at + _AFTER]}{'…' if len(text) > at + _AFTER else ''}"
 
 
-@dataclass
-class Times:
-    """Pairs of figures of the same streams."""
-
-    recorded: list[float] = field(default_factory=list)
-    replayed: list[float] = field(default_factory=list)
-
-    def add(self, recorded: float, replayed: float) -> None:
-        self.recorded.append(recorded)
-        self.replayed.append(replayed)
-
-    def summary(self) -> dict[str, Any]:
-        """The number of streams, and the percentiles of both sides."""
-        sides = {"recorded": self.recorded, "replayed": self.replayed}
-        return {"streams": len(self.recorded)} | {name: percentiles(values) for name, values in sides.items()}
-
-
 class Results:
     """Owned by one task at a time."""
 
@@ -109,7 +92,8 @@ class Results:
         self.failed: list[dict[str, Any]] = []
         self.not_comparable: Counter[str] = Counter()
         self.limit_reached = False
-        self.ttft, self.duration = Times(), Times()
+        self.ttft: list[tuple[float, float]] = []
+        self.duration: list[tuple[float, float]] = []
         self._recorded_weights: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.weights: dict[str, str] = {}  # Fingerprints at the other stack, by model.
 
@@ -128,17 +112,17 @@ class Results:
             self.same += 1
         else:
             self.different.append(_names(logged) | asdict(difference) | {"prefix_only": not logged.is_whole})
-        if logged.ttft_ms is not None and answer.ttft_ms is not None:
-            self.ttft.add(logged.ttft_ms, answer.ttft_ms)
+        if answer.ttft_ms is not None:
+            self.ttft.append((logged.record.ttft_ms, answer.ttft_ms))
         if logged.is_whole and not logged.is_paced:
-            self.duration.add(logged.duration_ms, answer.duration_ms)
+            self.duration.append((logged.record.duration_ms, answer.duration_ms))
 
     def add_failure(self, logged: LoggedStream, status: str, message: str) -> None:
         self.failed.append(_names(logged) | {"status": status, "message": message})
 
     def add_weights(self, logged: LoggedStream) -> None:
         """Counts the fingerprint of a stream that is replayed."""
-        self._recorded_weights[logged.request.model][logged.fingerprint] += 1
+        self._recorded_weights[logged.request.model][logged.record.fingerprint] += 1
 
     def fingerprints(self) -> dict[str, Any]:
         """For each model the recorded fingerprints with their streams, and the one of the other stack."""
@@ -158,12 +142,19 @@ class Results:
             "failed": dict(statuses.most_common()),
             "not_comparable": dict(self.not_comparable.most_common()),
             "limit_reached": self.limit_reached,
-            "ttft_ms": self.ttft.summary(),
-            "duration_ms": self.duration.summary(),
+            "ttft_ms": summary(self.ttft),
+            "duration_ms": summary(self.duration),
             "fingerprints": self.fingerprints(),
             "differences": self.different,
             "failures": self.failed,
         }
+
+
+def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The number of pairs of figures, recorded and replayed, and the percentiles of both sides."""
+    sides = zip(*pairs, strict=True) if pairs else ((), ())
+    named = zip(("recorded", "replayed"), map(percentiles, sides), strict=True)
+    return {"streams": len(pairs)} | dict(named)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -177,8 +168,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 def _names(logged: LoggedStream) -> dict[str, Any]:
     return {
-        "record_id": logged.record_id,
-        "request_id": logged.request_id,
+        "record_id": logged.record.record_id,
+        "request_id": logged.record.request_id,
         "replay_request_id": logged.request.request_id,
         "model": logged.request.model,
     }

@@ -33,8 +33,7 @@ class Level:
 
 def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
     """The level of some seconds' figures; without a finished request it broke."""
-    share = found.good_share()
-    good_percent = 100 * (share or 0.0)
+    good_percent = found.good_percent() or 0.0
     times = {
         f"{measure}_{name}": value
         for measure in (figures.TTFT, figures.GAP, figures.WHOLE)
@@ -42,7 +41,7 @@ def measured(found: Figures, users: int, seconds: int, least_percent: float) -> 
     }
     return Level(
         users=users,
-        held=share is not None and good_percent >= least_percent,
+        held=good_percent >= least_percent,
         requests=found.count(figures.REQUESTS),
         failed=found.count(figures.FAILED),
         good_percent=good_percent,
@@ -55,7 +54,7 @@ def measured(found: Figures, users: int, seconds: int, least_percent: float) -> 
 
 @dataclass
 class KneeSearch:
-    """`level` is the number of users to measure next, from `start` to `most`.
+    """`level` is the number of users to measure next, from `start` to `most`; `knee` the highest that held so far.
 
     The knee is exact to `precision`, a share of it, or to one user.
     """
@@ -68,15 +67,10 @@ class KneeSearch:
         if not 1 <= self.start <= self.most:
             raise ValueError(f"the search starts between 1 and {self.most} users, not at {self.start}")
         self.level = self.start
-        self.held = 0
+        self.knee = 0
         self.broken: int | None = None
         self.done = False
         self._breaks = 0
-
-    @property
-    def knee(self) -> int:
-        """The highest level that held so far; 0 if none did."""
-        return self.held
 
     @property
     def bounded(self) -> bool:
@@ -91,7 +85,7 @@ class KneeSearch:
                 return
             self.broken = self.level
         else:
-            self.held = self.level
+            self.knee = self.level
         self._breaks = 0
         self._choose()
 
@@ -100,6 +94,6 @@ class KneeSearch:
             self.done = self.level >= self.most
             self.level = min(2 * self.level, self.most)
             return
-        self.done = self.broken - self.held <= max(1, self.precision * self.held)
+        self.done = self.broken - self.knee <= max(1, self.precision * self.knee)
         if not self.done:
-            self.level = (self.held + self.broken) // 2
+            self.level = (self.knee + self.broken) // 2

@@ -70,7 +70,7 @@ class KneeShape(LoadTestShape):
         self._kind = self._waiting.pop(0)
         options = self._session.options
         start = min(int(self._environment.parsed_options.num_users or 1), options.knee_most)
-        self._search = KneeSearch(max(1, start), options.knee_most, options.knee_precision)
+        self._search = KneeSearch(max(1, start), options.knee_most, options.knee_precision / 100)
         self._levels: list[Level] = []
         self._began: int | None = None
         return True
@@ -85,25 +85,22 @@ class KneeShape(LoadTestShape):
         now = int(time.time())
         if self._began is None:
             self._began = now
+        options = self._session.options
         since = self._began + _WARM_UP_S
-        until = since + self._session.options.knee_seconds
+        until = since + options.knee_seconds
         if now < until + (_WORKERS_DELAY_S if isinstance(runner, MasterRunner) else 0):
             return
-        level = measured(self._session.measures.window(since, until), search.level, until - since, self._least_percent)
+        level = measured(self._session.measures.window(since, until), search.level, until - since, options.good_percent)
         self._levels.append(level)
         _log.info("knee of %s: %s", self._kind.__name__, level)
         search.record(level.held)
         self._began = None
         self._say(search)
 
-    @property
-    def _least_percent(self) -> float:
-        return 100 * self._session.options.good_share
-
     def _say(self, search: KneeSearch) -> None:
         above = f", broke at {search.broken}" if search.broken else ""
         self._session.knee = (
-            f"Knee of {self._kind.__name__}: held {search.held}{above}; measuring {search.level} users."
+            f"Knee of {self._kind.__name__}: held {search.knee}{above}; measuring {search.level} users."
         )
 
     def _finish(self) -> None:
@@ -116,7 +113,7 @@ class KneeShape(LoadTestShape):
         )
         conditions = {
             "objective": str(options.objective),
-            "good_percent": self._least_percent,
+            "good_percent": options.good_percent,
             "model": given.model,
             "load": load,
             "output_tokens": given.output_tokens,

@@ -132,24 +132,16 @@ def whole(session: Session) -> dict[str, Any]:
     return {**_common(session, records), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
 
 
-def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
+def rows(found: Figures, seconds: int) -> list[dict[str, Any]]:
     """One object a row: rates over `seconds`, quantiles."""
-    result = []
-    for row in found.rows:
-        share = found.good_share(row)
-        result.append(
-            {
-                "row": row,
-                "requests": found.count(figures.REQUESTS, row) / seconds,
-                "failed": found.count(figures.FAILED, row) / seconds,
-                "goodput": found.count(figures.GOOD, row) / seconds,
-                "good_percent": None if share is None else 100 * share,
-                "tokens": found.count(figures.TOKENS, row) / seconds,
-                "messages": found.count(figures.MESSAGES, row) / seconds,
-                **{measure.replace(" ", "_"): found.of(measure, row).quantiles(_SHARES) for measure in _MEASURES},
-            }
-        )
-    return result
+    return [
+        {
+            "row": row,
+            **found.rates(seconds, row),
+            **{measure.replace(" ", "_"): found.of(measure, row).quantiles(_SHARES) for measure in _MEASURES},
+        }
+        for row in found.rows
+    ]
 
 
 def _common(session: Session, records: str) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from gevent.pool import Pool
 from grpc.experimental import ChannelOptions
 from locust import User, task
 
-from loadtest.gateway import GatewayError, Model, key_headers, parse_address
+from headrace_protos.inference_pb2 import ModelMetadataResponse
+from loadtest.gateway import GatewayError, key_headers, parse_address
+from loadtest.options import REPLAY
 from loadtest.prompts import Prompt
 from loadtest.session import DEFAULT_HOST, session_of
 from loadtest.users.call import Call, CallFailedError
@@ -49,11 +51,11 @@ class StackUser(User):
         self.options = self.session.options
         self.address = parse_address(self.host or "")
         self.metadata = tuple(key_headers(self.options.key).items())
-        self.found: Model | None = None
+        self.found: ModelMetadataResponse | None = None
         self._requests = Pool(_IN_FLIGHT)
 
     def wait_time(self) -> float:
-        return random.uniform(*self.options.think_s)
+        return random.uniform(*self.options.think_time)
 
     def on_stop(self) -> None:
         self._requests.kill()
@@ -62,16 +64,16 @@ class StackUser(User):
     def close(self) -> None:
         """Closes connections."""
 
-    def find_model(self) -> Model:
+    def find_model(self) -> ModelMetadataResponse:
         """The model, with its inputs where the user needs them; raises GatewayError."""
-        return Model(self.session.model_name(text=self.text))
+        return ModelMetadataResponse(name=self.session.model_name(text=self.text))
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         """Sends one request and reads its answer, within `measured`."""
         raise NotImplementedError
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelMetadataResponse:
         """The model that `find_model` found."""
         if self.found is None:
             raise CallFailedError("no model")
@@ -81,10 +83,10 @@ class StackUser(User):
     def load(self) -> None:
         if self.found is None and not self._find():
             gevent.sleep(_PATIENCE_S)
-        elif self.options.replay:
+        elif self.options.arrivals == REPLAY:
             self._replay()
-        elif self.options.arrivals_per_s is not None:
-            self._arrive(self.options.arrivals_per_s)
+        elif self.options.arrivals is not None:
+            self._arrive(self.options.arrivals)
         else:
             self.request(time.perf_counter(), *self.options.workload.draw())
 
@@ -124,7 +126,7 @@ class StackUser(User):
             began += schedule[-1][0] + pause
 
     def _length(self, prompt: Prompt) -> int:
-        return prompt.max_tokens or self.options.workload.output.draw()
+        return prompt.max_tokens or self.options.workload.draw_output()
 
     def _send_at(self, arrival: float, prompt: str, max_tokens: int) -> None:
         gevent.sleep(max(0.0, arrival - time.perf_counter()))
@@ -205,7 +207,7 @@ class HttpUser(StackUser):
         headers = {
             "content-type": "application/json",
             "x-request-id": call.request_id,
-            "x-timeout-ms": str(round(self.options.deadline_s * 1000)),
+            "x-timeout-ms": str(round(self.options.deadline * 1000)),
             **dict(self.metadata),
         }
         connection, response = self._post(path, body, headers)
@@ -229,7 +231,7 @@ class HttpUser(StackUser):
         """Sends on a connection that is idle, or on a new one where the gateway has closed that."""
         while True:
             used = bool(self._idle)
-            connection = self._idle.pop() if used else self.address.connect(self.options.deadline_s)
+            connection = self._idle.pop() if used else self.address.connect(self.options.deadline)
             try:
                 connection.request("POST", path, body=body, headers=headers)
                 return connection, connection.getresponse()

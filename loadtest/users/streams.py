@@ -6,6 +6,9 @@ end, or read slowly.
 import json
 import random
 import time
+from collections.abc import Generator
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import gevent
@@ -21,52 +24,58 @@ _READ_BYTES = 65536
 
 _READS_AT_MOST = 8
 _LONG_ANSWER = 512
-_PAUSE_S = 0.2
 _RECORD_WAIT_S = 5.0
 _RECORD_POLL_S = 0.3
 
 
 class GenerateUser(GrpcUser):
-    """Opens calls of `Generate`."""
+    """Reads the stream of `headrace.v1.TextGeneration/Generate`, with a pause after each message but the last one."""
 
     abstract = True
+    pause_s = 0.0
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
         self._stub = headrace_pb2_grpc.TextGenerationStub(self.channel)
 
-    def opened(self, call: Call, prompt: str, max_tokens: int) -> Any:
+    def messages(self, call: Call, prompt: str, max_tokens: int) -> Generator[Any, None, None]:
+        """The messages of an answer, which is cancelled where its reader leaves."""
         request = headrace_pb2.GenerateRequest(
             model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
         )
-        return self._stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+        stream = self._stub.Generate(request, timeout=self.options.deadline, metadata=self.metadata_of(call))
+        try:
+            for response in stream:
+                if response.token_ids:
+                    call.message(len(response.token_ids), response.ByteSize(), gap=not self.pause_s)
+                yield response
+        finally:
+            stream.cancel()
+            _note_metadata(call, stream)
+
+    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
+        with self.measured(arrival) as call:
+            finished = False
+            for response in self.messages(call, prompt, max_tokens):
+                finished = response.HasField("finish_reason")
+                if self.pause_s and not finished:
+                    gevent.sleep(self.pause_s)
+            if not call.started or not finished:
+                raise CallFailedError(_UNFINISHED)
 
 
 class StreamUser(GenerateUser):
-    """Reads the stream of `headrace.v1.TextGeneration/Generate`."""
+    """Reads as fast as messages come."""
 
     row = "Generate"
     weight = 4
 
-    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
-        with self.measured(arrival) as call:
-            stream = self.opened(call, prompt, max_tokens)
-            try:
-                finished = self.read(call, stream)
-            finally:
-                stream.cancel()
-                _note_metadata(call, stream)
-            if not call.started or not finished:
-                raise CallFailedError(_UNFINISHED)
 
-    def read(self, call: Call, stream: Any) -> bool:
-        """Reads to the end; whether the last message had a finish_reason."""
-        finished = False
-        for response in stream:
-            if response.token_ids:
-                call.message(len(response.token_ids), response.ByteSize())
-            finished = response.HasField("finish_reason")
-        return finished
+class SlowReaderUser(GenerateUser):
+    """Waits before it reads the next message. Its gaps are its own, so it has no row for them."""
+
+    row = "Slowly read Generate"
+    pause_s = 0.2
 
 
 class TritonStreamUser(GrpcUser):
@@ -86,7 +95,7 @@ class TritonStreamUser(GrpcUser):
             request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
             set_parameters(request.parameters, {"max_tokens": max_tokens, "ignore_eos": True})
             stream = self._stub.ModelStreamInfer(
-                iter([request]), timeout=self.options.deadline_s, metadata=self.metadata_of(call)
+                iter([request]), timeout=self.options.deadline, metadata=self.metadata_of(call)
             )
             try:
                 for response in stream:
@@ -170,18 +179,11 @@ class CancelUser(GenerateUser):
         reads = random.randint(1, _READS_AT_MOST)
         with self.measured(arrival) as call:
             sent = time.perf_counter()
-            stream = self.opened(call, prompt, max(max_tokens, _LONG_ANSWER))
-            try:
-                for response in stream:
-                    if response.token_ids:
-                        call.message(len(response.token_ids), response.ByteSize())
-                        reads -= 1
-                    if not reads:
-                        break
-            finally:
-                stream.cancel()
-                listened_ms = (time.perf_counter() - sent) * 1000
-                call.over()
+            with closing(self.messages(call, prompt, max(max_tokens, _LONG_ANSWER))) as messages:
+                for _ in islice((message for message in messages if message.token_ids), reads):
+                    pass
+            listened_ms = (time.perf_counter() - sent) * 1000
+            call.over()
             if not call.started:
                 raise CallFailedError("the stream ended without tokens")
             if (worked_ms := self._duration_of(call)) is not None:
@@ -199,25 +201,3 @@ class CancelUser(GenerateUser):
             if records:
                 return float(records[0]["duration_ms"])
         return None
-
-
-class SlowReaderUser(GenerateUser):
-    """Waits after each message before it reads the next one. Its gaps are its own, so it has no row for them."""
-
-    row = "Slowly read Generate"
-
-    def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
-        with self.measured(arrival) as call:
-            stream = self.opened(call, prompt, max_tokens)
-            finished = False
-            try:
-                for response in stream:
-                    if response.token_ids:
-                        call.message(len(response.token_ids), response.ByteSize(), gap=False)
-                    finished = response.HasField("finish_reason")
-                    if not finished:
-                        gevent.sleep(_PAUSE_S)
-            finally:
-                stream.cancel()
-            if not finished:
-                raise CallFailedError("the stream ended without finish_reason")

@@ -12,7 +12,7 @@ import grpc
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import add_input
 from headrace_protos import inference_pb2, inference_pb2_grpc
-from loadtest.gateway import GatewayError, Model, TensorDescription
+from loadtest.gateway import GatewayError
 from loadtest.tensors import filled, filled_tensor, json_tensor, with_inputs
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import CallFailedError
@@ -34,7 +34,7 @@ class TensorUser(GrpcUser):
         super().__init__(environment)
         self._stub = inference_pb2_grpc.GRPCInferenceServiceStub(self.channel)
 
-    def find_model(self) -> Model:
+    def find_model(self) -> inference_pb2.ModelMetadataResponse:
         """With the inputs that the predictor describes."""
         name = self.session.model_name(text=False)
         try:
@@ -43,8 +43,7 @@ class TensorUser(GrpcUser):
             )
         except grpc.RpcError as error:
             raise GatewayError(f"metadata of {name}: {error.code().name}") from None
-        inputs = (TensorDescription(item.name, item.datatype, tuple(item.shape)) for item in answer.inputs)
-        return with_inputs(Model(name, tuple(inputs)), self.options.tensor_shape)
+        return with_inputs(answer, self.options.tensor_shape)
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         generation = any(tensor.name == _IDS_SO_FAR for tensor in self.model.inputs)
@@ -57,7 +56,7 @@ class TensorUser(GrpcUser):
         if generation:
             set_parameters(request.parameters, {"max_tokens": max_tokens})
         with self.measured(arrival) as call:
-            answer = self._stub.ModelInfer(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+            answer = self._stub.ModelInfer(request, timeout=self.options.deadline, metadata=self.metadata_of(call))
             call.size = answer.ByteSize()
             if not answer.outputs or not (any(answer.raw_output_contents) or answer.outputs[0].HasField("contents")):
                 raise CallFailedError("the response has no tensors")
@@ -69,14 +68,14 @@ class TensorRestUser(HttpUser):
     row = "v2 infer"
     text = False
 
-    def find_model(self) -> Model:
+    def find_model(self) -> inference_pb2.ModelMetadataResponse:
         """With the inputs that the transformer describes."""
         model = self.session.gateway.model(self.session.model_name(text=False))
         return with_inputs(model, self.options.tensor_shape)
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         body: dict[str, Any]
-        if self.model.text:
+        if any(tensor.name == _PROMPT_TENSOR for tensor in self.model.inputs):
             inputs = [{"name": _PROMPT_TENSOR, "datatype": "BYTES", "shape": [1], "data": [prompt]}]
             body = {"inputs": inputs, "parameters": {"max_tokens": max_tokens}}
         else:

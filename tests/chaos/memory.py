@@ -9,7 +9,7 @@ from typing import Self
 
 import psutil
 
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 
 # Small caches of a predictor, full once it is warm: keys and values, and those of oneDNN and torch for compiled
 # shapes. With their usual sizes they grow for thousands of streams.

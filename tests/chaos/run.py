@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from headrace_runner.stack import Stack
 from tests.chaos.faults import FaultInjector
 from tests.chaos.health import serves
 from tests.chaos.load import Call, Client
@@ -29,6 +28,7 @@ from tests.chaos.records import Findings, compare, is_seen, stored
 from tests.chaos.requests import DATE_MODEL, STORIES, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, WORDS, Request, request_of
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.free_ports import start_stack
+from tests.support.runner_stack import Stack
 from tests.waiting import until
 
 _PREDICTORS = 2

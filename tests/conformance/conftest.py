@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 from tests.support.stacks import StackPool, pytest_runtest_makereport, stacks
 
 __all__ = ["pytest_runtest_makereport", "stack", "stacks"]

@@ -26,12 +26,12 @@ from typing import Any
 import httpx2
 from pydantic import ByteSize, TypeAdapter
 
-from headrace_runner.stack import Stack
 from headrace_transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
 from tests.chaos.memory import peaks, resident_bytes
 from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.honest import Figures, Honest
 from tests.support.free_ports import start_stack
+from tests.support.runner_stack import Stack
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

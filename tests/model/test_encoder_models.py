@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from headrace.deadline import NO_DEADLINE
 from headrace.errors import InvalidRequestError, RequestFailedError, StartupError
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sources import ModelSource
@@ -61,7 +60,7 @@ def request(ids, datatype="INT64", **more):
 
 
 async def answer(model, message):
-    (tensor,) = decode_outputs(await model.infer(message, NO_DEADLINE)).values()
+    (tensor,) = decode_outputs(await model.infer(message)).values()
     return tensor.array
 
 
@@ -147,7 +146,7 @@ async def test_a_classifier_with_a_decoder_takes_rows_of_several_ends(tmp_path, 
     for ids, logits in zip(rows, answers, strict=True):
         np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
     with pytest.raises(InvalidRequestError, match="a row lacks the id 3, by which the model reads a text's end"):
-        await served.infer(request([5, 6]), NO_DEADLINE)
+        await served.infer(request([5, 6]))
 
 
 async def test_requests_of_several_rows_masks_and_types_get_their_own_answers(saved, serve):
@@ -192,7 +191,7 @@ async def test_unsupported_inputs_are_refused(saved, serve):
     served = serve(saved["bert-classifier"][0])
     for make, text in REFUSALS:
         with pytest.raises(InvalidRequestError, match=text):
-            await served.infer(make(), NO_DEADLINE)
+            await served.infer(make())
     assert served.statistics.steps == 0
 
 
@@ -201,11 +200,11 @@ async def test_other_types_and_outputs_are_refused(saved, serve):
     message = ModelInferRequest(model_name="m")
     add_input(message, Tensor("input_ids", "FP32", np.ones(3, np.float32)))
     with pytest.raises(InvalidRequestError, match="must be INT64 or INT32, not FP32"):
-        await served.infer(message, NO_DEADLINE)
+        await served.infer(message)
     message = request([5])
     message.outputs.add(name="logits")
     with pytest.raises(InvalidRequestError, match="unknown output 'logits'; the model gives embedding"):
-        await served.infer(message, NO_DEADLINE)
+        await served.infer(message)
 
 
 @pytest.mark.parametrize(("kind", "length"), [("bert", 66), ("roberta", 64), ("t5-encoder", 512)])
@@ -213,7 +212,7 @@ async def test_the_longest_row_is_served_and_one_longer_is_refused(saved, serve,
     served = serve(saved[kind][0])
     assert (await answer(served, request(ids_of(length)))).shape == (1, 32)
     with pytest.raises(InvalidRequestError, match=f"the model takes {length}"):
-        await served.infer(request(ids_of(length + 1)), NO_DEADLINE)
+        await served.infer(request(ids_of(length + 1)))
 
 
 async def test_metadata_and_configuration_have_tensors_and_labels(saved, serve):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from headrace.clients import Client, Policy
-from headrace.deadline import NO_DEADLINE
 from headrace.errors import InvalidRequestError
 from headrace.oip.parameters import set_parameters
 from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
@@ -49,7 +48,7 @@ async def read(model, gate=None, **parameters):
     """Every response of a stream; with a gate each token waits until the one before has been read."""
     gate = gate or Gate()
     found = []
-    async with aclosing(model.stream(message(**parameters), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(message(**parameters))) as responses:
         gate.open()
         async for response in responses:
             found.append(response)
@@ -70,7 +69,7 @@ async def test_the_first_response_names_the_weights(model_of):
     assert others
     assert not any("fingerprint" in response.parameters for response in others)
     gate.open(1000)
-    assert (await serving.infer(message(), NO_DEADLINE)).parameters["fingerprint"].string_param == "a"
+    assert (await serving.infer(message())).parameters["fingerprint"].string_param == "a"
 
 
 @pytest.mark.parametrize(
@@ -90,19 +89,19 @@ async def test_cached_tokens_are_reported_to_their_owner_only(model_of, salt, cl
         return request
 
     for is_repeat in (False, True):
-        whole = await model.infer(prompt_request(), NO_DEADLINE, Caller(Client(client, Policy())))
+        whole = await model.infer(prompt_request(), Caller(Client(client, Policy())))
         assert bool(whole.parameters["cached_tokens"].int64_param) == (is_repeat and is_reported)
 
 
 @pytest.mark.parametrize("output_ids", [[], [7]])
 def test_only_the_transformer_may_resume_an_answer(model_of, output_ids):
     loaded = model_of(FakeRunner()).loaded
-    assert not read_request(loaded, message(output_ids), NO_DEADLINE).moved
+    assert not read_request(loaded, message(output_ids)).moved
 
 
 def test_the_first_tokens_deadline_is_that_of_the_request(model_of):
     loaded = model_of(FakeRunner()).loaded
-    assert read_request(loaded, message(), NO_DEADLINE, Caller(first_token_timeout_s=0.5)).first_token_timeout_s == 0.5
+    assert read_request(loaded, message(), Caller(first_token_timeout_s=0.5)).first_token_timeout_s == 0.5
 
 
 class Ending(FakeRunner):
@@ -155,10 +154,10 @@ async def test_a_continuation_beyond_max_tokens_is_refused(model_of):
 
 
 async def test_a_whole_answer_is_one_response_even_if_only_its_end_was_lost(model_of):
-    response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))), NO_DEADLINE)
+    response = await model_of(FakeRunner()).infer(message(output_ids=tuple(range(10, 22))))
     assert ids_of(response) == []
     assert response.parameters["finish_reason"].string_param == "length"
-    whole = await model_of(Ending()).infer(message(temperature=0), NO_DEADLINE)
+    whole = await model_of(Ending()).infer(message(temperature=0))
     assert ids_of(whole)[-1] == END
 
 
@@ -181,29 +180,29 @@ async def test_a_prompts_log_probabilities_are_in_the_first_response(model_of):
     assert not any(set(PROMPT_OUTPUTS) & set(outputs) for outputs in others)
     gate.open(1000)
     assert [output.name for output in model.description.outputs][4:] == list(PROMPT_OUTPUTS)
-    whole = decode_outputs(await model.infer(message(prompt_logprobs=2), NO_DEADLINE))
+    whole = decode_outputs(await model.infer(message(prompt_logprobs=2)))
     logprobs = logits_after([5]).log_softmax(-1)
     assert whole["prompt_logprobs"].array.tolist() == pytest.approx([float(logprobs[6])])
     assert whole["prompt_top_logprobs"].array.tolist() == [pytest.approx(logprobs.topk(2).values.tolist())]
     assert whole["prompt_top_logprob_ids"].array.shape == (1, 2)
-    assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message(), NO_DEADLINE)))
+    assert not set(PROMPT_OUTPUTS) & set(decode_outputs(await model.infer(message())))
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.5, True, "all"])
 async def test_the_number_of_top_log_probabilities_is_checked(model_of, count):
     with pytest.raises(InvalidRequestError, match="prompt_logprobs must be from 0 to 20"):
-        await model_of(Scoring()).infer(message(prompt_logprobs=count), NO_DEADLINE)
+        await model_of(Scoring()).infer(message(prompt_logprobs=count))
 
 
 async def test_outputs_of_a_prompt_need_the_parameter(model_of):
     request = message()
     request.outputs.add(name="prompt_logprobs")
     with pytest.raises(InvalidRequestError, match="need the parameter prompt_logprobs"):
-        await model_of(Scoring()).infer(request, NO_DEADLINE)
+        await model_of(Scoring()).infer(request)
 
 
 async def test_a_model_that_cannot_score_prompts_refuses_it(model_of):
     model = model_of(FakeRunner())
     assert len(model.description.outputs) == 4
     with pytest.raises(InvalidRequestError, match="has no log probabilities of prompts"):
-        await model.infer(message(prompt_logprobs=1), NO_DEADLINE)
+        await model.infer(message(prompt_logprobs=1))

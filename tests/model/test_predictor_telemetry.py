@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.deadline import Deadline
 from headrace.errors import OverloadedError
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input
@@ -19,6 +19,7 @@ from headrace.telemetry.identity import MODEL
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.generation.served_engines import ServedEngines, observe_engines
+from headrace_predictor.models.served_model import Caller
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
@@ -85,7 +86,7 @@ def message(prompt=(5, 6), name="fake", **parameters):
 
 async def read(model, timeout_s=None, **parameters):
     """Every response of a stream."""
-    async with aclosing(model.stream(message(**parameters), Deadline.after(timeout_s))) as responses:
+    async with aclosing(model.stream(message(**parameters), Caller(deadline=Deadline.after(timeout_s)))) as responses:
         return [response async for response in responses]
 
 
@@ -111,7 +112,7 @@ async def test_a_cancelled_generation_has_an_event_with_its_tokens(model_of, spa
     gate = Gate()
     model = model_of(FakeRunner(gate))
     with spans.call():
-        async with aclosing(model.stream(message(), NO_DEADLINE)) as responses:
+        async with aclosing(model.stream(message())) as responses:
             gate.open(1)
             await anext(responses)
     assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
@@ -249,7 +250,7 @@ async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path,
         await repository.load_all()
         for tokens in (4, 8):
             await repository.load("llama")
-            await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True), NO_DEADLINE)
+            await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True))
             assert metrics.values_by(MODEL, "headrace.tokens") == {"llama": tokens}
             assert metrics.values_by(MODEL, "headrace.sequences.running") == {"llama": 0}
             await repository.unload("llama")

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.deadline import Deadline
 from headrace.errors import (
     DeadlineError,
     DrainingError,
@@ -111,7 +111,7 @@ def models(tmp_path, engine_host):
 
 async def ask(repository, name):
     message = ModelInferRequest(model_name=name, id="r")
-    response = await repository.get(name).infer(message, NO_DEADLINE)
+    response = await repository.get(name).infer(message)
     return int(decode_outputs(response)["answer"].array[0])
 
 
@@ -200,7 +200,7 @@ async def test_an_unload_lets_requests_in_flight_end_and_refuses_new_ones(models
     async with models.serve("first", "waits") as repository:
         await repository.load_all()
         serving, own = repository.get("waits"), variables(repository, "waits")
-        async with aclosing(serving.stream(ModelInferRequest(id="r"), NO_DEADLINE)) as responses:
+        async with aclosing(serving.stream(ModelInferRequest(id="r"))) as responses:
             await anext(responses)
             unloading = asyncio.create_task(repository.unload("waits"))
             await until(lambda: not repository.is_ready("waits"))
@@ -230,7 +230,7 @@ async def test_requests_that_outlast_the_drain_end_as_unavailable(models, code):
 
 
 async def _read_all(serving):
-    async with aclosing(serving.stream(ModelInferRequest(id="r"), NO_DEADLINE)) as responses:
+    async with aclosing(serving.stream(ModelInferRequest(id="r"))) as responses:
         return [response async for response in responses]
 
 
@@ -379,7 +379,7 @@ def generation(max_tokens):
 
 async def read_ids(serving, max_tokens):
     ids = []
-    async with aclosing(serving.stream(generation(max_tokens), NO_DEADLINE)) as responses:
+    async with aclosing(serving.stream(generation(max_tokens))) as responses:
         async for response in responses:
             ids += decode_outputs(response)["output_ids"].array.tolist()
     return ids

@@ -60,7 +60,7 @@ class Served:
         if row.not_pooled:
             pooled = (np.arange(len(row.ids)) >= row.not_pooled).astype(np.int64)
             add_input(request, Tensor(POOLING_MASK, "INT64", pooled))
-        (output,) = decode_outputs(await self.model.infer(request, NO_DEADLINE)).values()
+        (output,) = decode_outputs(await self.model.infer(request)).values()
         return output.array[0]
 
     async def embed(self, texts, prompt_name=None, input_type=None, cut=None):

@@ -11,7 +11,7 @@ from headrace.errors import DeadlineError, InvalidRequestError
 from headrace_logger.retention import Retention
 from headrace_logger.store import usage
 from headrace_logger.store.store import Store
-from headrace_logger.store.usage import UsageQuery
+from headrace_logger.store.usage import statement
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, Usage, UsageRequest
 from tests.support.payload_fixtures import only_sqlite
 from tests.support.payload_records import LoggedCall, append_request, explained, numbers, record_id, timestamp
@@ -294,7 +294,7 @@ def taken(number, at_ns=START_NS, tokens=(10, 4, 3), **fields):
 
 async def groups(store, **fields):
     """The groups as plain values, without unset fields of the key."""
-    response = await store.usage(UsageQuery.of(UsageRequest(**fields)))
+    response = await store.usage(UsageRequest(**fields))
     return [{field.name: value for field, value in group.ListFields()} for group in response.groups]
 
 
@@ -361,9 +361,7 @@ async def test_periods_are_whole_hours_and_days_those_of_utc(store):
         ("2024-10-04", "ann", 4),
         ("2024-10-05", "ann", 1),
     ]
-    rounded = await store.usage(
-        UsageQuery.of(UsageRequest(since=timestamp(START_NS + 1), until=timestamp(START_NS + 1)))
-    )
+    rounded = await store.usage(UsageRequest(since=timestamp(START_NS + 1), until=timestamp(START_NS + 1)))
     assert (rounded.since, rounded.until) == (timestamp(START_NS), timestamp(START_NS + HOUR_NS))
 
 
@@ -488,6 +486,6 @@ async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
     await store.append([taken(1)])
     month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
     for fields in ({"client": "ann"}, {}):
-        plan = explained(tmp_path, UsageQuery.of(UsageRequest(since=month, group="client", **fields)).statement())
+        plan = explained(tmp_path, statement(UsageRequest(since=month, group="client", **fields)))
         assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan
         assert not [line for line in plan if line.startswith("SCAN usage")], plan

@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb2
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
+from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks import SINK, observe_sinks
 from headrace_logger.sinks import runner as runner_module
 from headrace_logger.sinks.cloud_events import CloudEventsSink
@@ -58,13 +59,17 @@ async def server():
     await server.kill()
 
 
+def settings(concurrency=4, **others):
+    return LoggerSettings.model_construct(sink_concurrency=concurrency, **others)
+
+
 def cloud_events(url, timeout_s=20.0, connections=4):
-    return CloudEventsSink(url, source="/headrace", namespace="default", timeout_s=timeout_s, connections=connections)
+    return CloudEventsSink(url, settings(connections, sink_timeout_s=timeout_s))
 
 
 @asynccontextmanager
 async def running(store, sink, concurrency=4, from_beginning=True):
-    runner = SinkRunner(sink, store, concurrency=concurrency, from_beginning=from_beginning)
+    runner = SinkRunner(sink, store, settings(concurrency, sink_from="beginning" if from_beginning else "now"))
     await runner.start()
     task = asyncio.create_task(runner.run())
     try:
@@ -621,7 +626,7 @@ async def late(store, measured):
     running = []
 
     async def run(**servers):
-        runners = {name: SinkRunner(cloud_events(server.url), store, concurrency=2, from_beginning=True)
+        runners = {name: SinkRunner(cloud_events(server.url), store, settings(2, sink_from="beginning"))
                    for name, server in servers.items()}  # fmt: skip
         observe_sinks(runners, measured.meter)
         assert {measured.lag(name) for name in runners} == {0}

@@ -273,10 +273,10 @@ VICTIM = """
 import asyncio, sys
 from pathlib import Path
 from headrace.payload.parts import Begin
-from headrace.payload.tap import PayloadTap
+from tests.support.payload_ingest import tap_of
 
 async def main():
-    tap = PayloadTap(sys.argv[1], spool=Path(sys.argv[2]))
+    tap = tap_of(sys.argv[1], spool=Path(sys.argv[2]))
     tap.start()
     for number in range(20):
         with tap.begin(Begin(request_id=f"ended-{number}", model="m", protocol="p", prompt="prompt")) as recording:

@@ -22,11 +22,10 @@ from headrace.payload.parts import DeferredTensors, RecordedTensor
 from headrace.payload.records import as_uuid7, next_id
 from headrace.payload.redaction import Redaction
 from headrace.payload.rules import Digest, Mode, PayloadRules
-from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import request_tensors
 from headrace_protos.headrace_pb2 import Usage
 from headrace_protos.inference_pb2 import ModelInferRequest
-from tests.support.payload_ingest import away, begin, segments
+from tests.support.payload_ingest import away, begin, segments, tap_of
 from tests.support.small_disk import small_disk
 from tests.waiting import until
 
@@ -290,7 +289,7 @@ async def test_large_contents_wait_for_no_writer(taps, ingest, tensor_bytes, is_
     add_input(request, Tensor("small", "UINT8", np.arange(8, dtype=np.uint8)))
     inputs = request_tensors(request.SerializeToString() if is_serialized else request)
     assert inputs.size > 1 << 20
-    tap = PayloadTap(ingest.target, PayloadRules(tensor_bytes=tensor_bytes), spool=taps.spool)
+    tap = tap_of(ingest.target, PayloadRules(tensor_bytes=tensor_bytes), spool=taps.spool)
     with begin(tap, inputs=inputs) as recording:
         recording.chunk("", outputs=inputs)
         recording.end("OK", outputs=inputs)
@@ -377,7 +376,7 @@ async def test_answers_that_wait_for_the_rules_are_bounded(taps, ingest):
 
 
 async def test_records_beyond_its_memory_are_dropped_and_counted(taps, ingest):
-    tap = PayloadTap(ingest.target, spool=taps.spool, memory=10_000)
+    tap = tap_of(ingest.target, spool=taps.spool, memory=10_000)
     recordings = [begin(tap, f"r{number}", prompt="x" * 600) for number in range(20)]
     assert 0 < tap.queued_bytes <= 10_000
     dropped = tap.dropped[MEMORY]
@@ -448,7 +447,7 @@ async def test_a_record_too_large_for_any_message_is_dropped_and_not_sent_for_ev
 async def test_the_number_of_lost_records_is_stated_once_records_are_whole_again(taps, caplog, monkeypatch):
     monkeypatch.setattr(drops, "_WHOLE_AFTER_S", 0.1)
     with small_disk(taps.spool.parent / "disk", megabytes=6) as disk, caplog.at_level(logging.WARNING):
-        tap = PayloadTap("127.0.0.1:1", spool=disk.path / "spool")
+        tap = tap_of("127.0.0.1:1", spool=disk.path / "spool")
         tap.start()
         for before in range(2):
             await until(lambda: tap.queued_bytes == 0)
@@ -480,7 +479,7 @@ async def test_a_tap_without_a_spool_serves_and_keeps_records_until_there_is_roo
     monkeypatch.setattr(tap_module, "_OPEN_AGAIN_S", 0.05)
     with small_disk(taps.spool.parent / "disk", inodes=30) as disk:
         disk.fill("inodes")
-        tap = PayloadTap(ingest.target, spool=disk.path / "spool")
+        tap = tap_of(ingest.target, spool=disk.path / "spool")
         tap.start()
         with begin(tap, "kept") as recording:
             async with asyncio.timeout(0.5):
@@ -563,7 +562,7 @@ async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_a
 
 
 async def test_a_tap_that_is_not_started_or_closed_records_nothing_and_affects_no_request(taps):
-    tap = PayloadTap(away(), spool=taps.spool)
+    tap = tap_of(away(), spool=taps.spool)
     with begin(tap) as recording:
         assert not await recording.flushed()
         recording.chunk("x", [1])
@@ -580,7 +579,7 @@ async def test_an_unusable_folder_is_a_startup_error(tmp_path):
     file.touch()
     for spool in (file, file / "below"):
         with pytest.raises(StartupError, match="cannot be used"):
-            PayloadTap(away(), spool=spool).start()
+            tap_of(away(), spool=spool).start()
 
 
 @given(st.lists(st.integers(0, 2**48 - 2), min_size=1))

@@ -181,10 +181,10 @@ async def test_a_signal_that_does_not_end_a_process_is_sent_and_not_waited_for(t
     )
     process.start()
     await wait_for_log(process, "up")
-    await process.kill(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     running = psutil.Process(process.pid)
     while running.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    await process.kill(signal.SIGCONT)
+    os.kill(process.pid, signal.SIGCONT)
     await process.stop()
     assert not running.is_running()

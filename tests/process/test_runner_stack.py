@@ -26,10 +26,10 @@ from headrace.errors import StartupError
 from headrace_runner import process
 from headrace_runner import stack as stack_module
 from headrace_runner.settings import ROOT
-from headrace_runner.stack import Stack
 from tests.process.fake_runner import FAKES, Runner, command, running
 from tests.support.free_ports import free_settings, start_stack
 from tests.support.logger_process import free_port
+from tests.support.runner_stack import Stack
 from tests.waiting import until
 
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from headrace.clients import ANYONE
 from headrace.payload.outbox import open_outboxes
 from headrace_logger.store.store import Store
-from headrace_logger.store.usage import UsageQuery
+from headrace_protos.headrace_pb2 import UsageRequest
 from headrace_transformer.batches.store import Store as Batches
 from tests.support import postgresql
 from tests.support.payload_ingest import Ingest, Taps, begin
@@ -54,7 +54,7 @@ async def has_all(store: Store) -> None:
         assert [found[number_of(request.record)] for request in REQUESTS] == [request.record for request in REQUESTS]
         assert found.keys() == {1, 2, 3, 4, 9}
         assert await store.delete(record_id=record_id(1)) == 1
-        groups = (await store.usage(UsageQuery(None, None, None, None, group=("model",)))).groups
+        groups = (await store.usage(UsageRequest(group="model"))).groups
         assert {group.model: group.requests for group in groups} == {"a": 3, "b": 2}
     finally:
         await store.close()

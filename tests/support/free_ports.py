@@ -11,7 +11,8 @@ from headrace.endpoints import steps_port
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
 from headrace_runner.settings import StackSettings
-from headrace_runner.stack import Stack, check_ports
+from headrace_runner.stack import check_ports
+from tests.support.runner_stack import Stack
 
 # Below Linux's ephemeral ports: no client's own port can take one between the check and its use.
 _FIRST, _LAST, _BLOCK = 20_000, 32_000, 100

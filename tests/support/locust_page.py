@@ -14,9 +14,9 @@ from typing import Any
 from playwright.async_api import Page, expect
 
 from headrace_runner.settings import ROOT
-from headrace_runner.stack import Stack
 from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
 from tests.support.locust_run import FILES
+from tests.support.runner_stack import Stack
 from tests.waiting import until
 
 ROWS = {

@@ -8,6 +8,8 @@ import grpc
 
 from headrace.payload.parts import Begin
 from headrace.payload.records import answer_of
+from headrace.payload.rules import Modes, PayloadRules
+from headrace.payload.settings import RecordingSettings
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import AppendResponse
@@ -97,7 +99,7 @@ class Taps:
 
     def start(self, target=None, rules=None, **options):
         """A started tap; without a target its logger is absent."""
-        tap = PayloadTap(target or away(), rules, **{"spool": self.spool} | options)
+        tap = tap_of(target or away(), rules, **{"spool": self.spool} | options)
         tap.start()
         self._open.append(tap)
         return tap
@@ -109,6 +111,25 @@ class Taps:
     async def close_all(self):
         while self._open:
             await self.close(self._open[-1])
+
+
+def tap_of(target, rules=None, *, spool, spool_max=1 << 30, memory=64 << 20, fsync=False, hop="transformer"):
+    """A tap with the settings that give these."""
+    rules = rules or PayloadRules()
+    settings = RecordingSettings.model_construct(
+        logger=target,
+        payload_spool=spool,
+        payload_spool_max=spool_max,
+        payload_queue_memory=memory,
+        payload_spool_fsync=fsync,
+        payload_log=Modes(rules.default, rules.models),
+        payload_sample=rules.sample,
+        payload_redact=rules.redactions,
+        payload_metadata=rules.metadata,
+        payload_tensor_bytes=rules.tensor_bytes,
+        payload_tensor_digest=rules.tensor_digest,
+    )
+    return PayloadTap(settings, hop)
 
 
 def away():

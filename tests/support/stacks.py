@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
+from tests.support.runner_stack import Stack
 
 _OF_STACK = ("environment", "commands", "change_gateway")
 _IDLE = 2  # This many stacks without a user stay up; each has four processes or more.

@@ -21,12 +21,11 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from headrace.clients import ANYONE
-from headrace.payload.tap import PayloadTap
 from headrace_logger.store.store import Store
 from headrace_transformer.batches.store import Limits
 from headrace_transformer.batches.store import Store as Batches
 from tests.support import postgresql
-from tests.support.payload_ingest import away, begin
+from tests.support.payload_ingest import away, begin, tap_of
 from tests.support.payload_records import RECORDS, append_request
 from tests.waiting import until
 
@@ -64,7 +63,7 @@ def write(folder: Path) -> None:
 
 
 async def _write_spool(folder: Path) -> None:
-    tap = PayloadTap(away(), spool=folder / "alive", spool_max=1 << 16)
+    tap = tap_of(away(), spool=folder / "alive", spool_max=1 << 16)
     tap.start()
     for request_id, status in SPOOLED.items():
         recording = begin(tap, request_id, prompt=f"prompt of {request_id}")

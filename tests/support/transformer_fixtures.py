@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 
 from headrace.models.sources import parse_models
-from headrace.payload.tap import PayloadTap
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.server.handlers import Interceptor
 from headrace.threads import FairThreads
@@ -38,6 +37,7 @@ from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
 from headrace_transformer.signing import Signer
 from tests.support.http2_client import connected
+from tests.support.payload_ingest import tap_of
 from tests.waiting import until
 
 NOWHERE = "127.0.0.1:9"
@@ -67,7 +67,7 @@ async def transformer(
     for processor in running.values():
         await processor.load()
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
-    tap = PayloadTap(NOWHERE, spool=Path(spool.name))
+    tap = tap_of(NOWHERE, spool=Path(spool.name))
     tap.start()
     router = Router(catalogue, routes, lambda model: links.can_resume(model, ""))
     generator, quota = ResumingGenerator(links, client, resume_limit), TokenQuota()

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
+from tests.support.runner_stack import Stack
 
 
 @asynccontextmanager

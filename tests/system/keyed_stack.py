@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 from tests.support.stacks import StackPool
 from tests.system.calls import STREAMS, begun_streams
 

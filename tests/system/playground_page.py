@@ -13,8 +13,8 @@ import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
 from headrace_runner.settings import ROOT
-from headrace_runner.stack import Stack
 from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
+from tests.support.runner_stack import Stack
 
 AXE = ROOT / ".tools" / "node_modules" / "axe-core" / "axe.min.js"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from headrace_runner.command.access import make_certificates
-from headrace_runner.stack import Stack
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.runner_stack import Stack
 from tests.support.stacks import StackPool
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.system.keyed_calls import (

@@ -13,8 +13,8 @@ from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2
 from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from headrace_runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.support.runner_stack import Stack
 from tests.support.stacks import StackFactory
 from tests.system.calls import PACE, STREAMS, TIMEOUT_S, channel, each, ids_request, rest, text_request
 from tests.system.keyed_stack import (

@@ -15,9 +15,9 @@ import pytest_asyncio
 from playwright.async_api import expect
 
 from headrace_runner.settings import ROOT
-from headrace_runner.stack import Stack
 from tests.support.chromium import needs_browser
 from tests.support.free_ports import free_settings
+from tests.support.runner_stack import Stack
 from tests.system.calls import generate
 from tests.system.playground_page import (
     PHONE,

@@ -18,9 +18,9 @@ import pytest_asyncio
 import yaml
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries
 from tests.prometheus import CONFIG, Prometheus, running_prometheus
+from tests.support.runner_stack import Stack
 from tests.support.stacks import StackPool
 from tests.system.calls import channel, generate, leave_http, rest
 

@@ -17,8 +17,8 @@ from headrace_protos.headrace_pb2 import ChatMessage, GenerateRequest, PayloadRe
 from headrace_runner.command.__main__ import parse
 from headrace_runner.replay import options as replay_options
 from headrace_runner.settings import ROOT
-from headrace_runner.stack import Stack
 from tests.support.free_ports import free_settings
+from tests.support.runner_stack import Stack
 from tests.support.weights import copy_with_other_weights
 from tests.system.calls import channel, generate, infer, rest, text_request
 from tests.system.payload_log import query, records

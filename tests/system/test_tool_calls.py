@@ -14,7 +14,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from headrace.rpc.server.listeners import READY
-from headrace_runner.stack import Stack
+from tests.support.runner_stack import Stack
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model
 from tests.system.own_clients import client_passes

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from headrace.deadline import NO_DEADLINE
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.tensor_models.python_model import PythonModel
 from headrace_protos.inference_pb2 import ModelInferRequest
@@ -43,7 +42,7 @@ def request(*tensors, outputs=(), **parameters):
 
 
 async def infer(model, message):
-    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message, NO_DEADLINE)).items()}
+    return {name: tensor.array for name, tensor in decode_outputs(await model.infer(message)).items()}
 
 
 def globals_of(model):

@@ -8,6 +8,7 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.v1.http import from_http as from_http_1
 
+from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks.cloud_events import REQUEST_TYPE, RESPONSE_TYPE, CloudEventsSink
 from headrace_protos.headrace_pb2 import PayloadRecord
 
@@ -17,7 +18,9 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.fixture
 async def sink():
-    sink = CloudEventsSink("http://127.0.0.1:9/", source="/log/", namespace="ns", timeout_s=1, connections=1)
+    sink = CloudEventsSink(
+        "http://127.0.0.1:9/", LoggerSettings.model_construct(sink_source="/log/", sink_namespace="ns")
+    )
     yield sink
     await sink.close()
 
@@ -133,7 +136,7 @@ async def test_a_time_outside_the_calendar_is_left_out(sink):
 
 
 async def test_the_name_of_a_sink_holds_no_password():
-    sink = CloudEventsSink("http://u:secret@h:1/p?q=1", source="/", namespace="n", timeout_s=1, connections=1)
+    sink = CloudEventsSink("http://u:secret@h:1/p?q=1", LoggerSettings.model_construct())
     assert sink.name == "http://h:1/p?q=1"
     await sink.close()
 

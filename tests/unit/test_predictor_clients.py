@@ -23,10 +23,10 @@ class FakeServing:
     def __init__(self, name):
         self.model = SimpleNamespace(name=name, description=ModelDescription("p", [], []))
 
-    async def infer(self, request, deadline, caller):
+    async def infer(self, request, caller):
         return pb.ModelInferResponse(model_name=request.model_name)
 
-    async def stream(self, request, deadline, caller):
+    async def stream(self, request, caller):
         yield pb.ModelInferResponse(model_name=request.model_name)
 
     def statistics(self):

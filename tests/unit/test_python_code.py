@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 
-from headrace.deadline import NO_DEADLINE
 from headrace.errors import InvalidRequestError, NotReadyError, StartupError
 from headrace.oip.model_description import config_of, metadata_of
 from headrace.oip.tensors import Tensor, bytes_tensor
@@ -59,7 +58,7 @@ async def test_damaged_tensors_are_refused_though_nothing_is_declared(make):
         message = ModelInferRequest(model_name="mine", raw_input_contents=[raw])
         message.inputs.add(name="x", datatype=datatype, shape=[1])
         with pytest.raises(InvalidRequestError):
-            await model.infer(message, NO_DEADLINE)
+            await model.infer(message)
 
 
 async def test_only_the_requested_outputs_are_sent(make):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.deadline import NO_DEADLINE
 from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
 from headrace.oip.model_description import config_of
 from headrace.oip.stream_infer import FINAL
@@ -26,7 +25,7 @@ def make(tmp_path):
 
 
 async def stream(model, message):
-    async with aclosing(model.stream(message, NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(message)) as responses:
         return [response async for response in responses]
 
 
@@ -92,7 +91,7 @@ async def test_a_generator_answers_once_for_each_yield(make):
 
 async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=2), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(request(n=2))) as responses:
         await anext(responses)
         await idle(model)
         assert (await anext(responses)).parameters[FINAL].bool_param
@@ -111,7 +110,7 @@ async def test_infer_takes_one_response_or_none_and_refuses_more(make):
 @pytest.mark.parametrize(("size", "unread"), [(1, 16), (100_000, 4)])
 async def test_a_slow_reader_holds_the_generator_back(make, size, unread):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=1000, size=size), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(request(n=1000, size=size))) as responses:
         await anext(responses)
         await until(lambda: len(globals_of(model)["made"]) >= unread + 1)
         # As many as may wait, the one that was read, and the one that waits to be put.
@@ -126,7 +125,7 @@ async def test_a_slow_reader_holds_the_generator_back(make, size, unread):
 async def test_a_caller_that_leaves_ends_the_generator_and_frees_its_slot(make, n):
     model = make(COUNT, max_running=1)
     for _ in range(3):
-        async with aclosing(model.stream(request(n=n, wait=1), NO_DEADLINE)) as responses:
+        async with aclosing(model.stream(request(n=n, wait=1))) as responses:
             await anext(responses)
     await idle(model)
     assert globals_of(model)["closed"] == [True] * 3
@@ -145,7 +144,7 @@ async def test_a_cancelled_call_ends_the_function(make):
             finally:
                 state.append("ended")
     """)
-    call = asyncio.create_task(model.infer(request(), NO_DEADLINE))
+    call = asyncio.create_task(model.infer(request()))
     await until(lambda: globals_of(model)["state"])
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -169,7 +168,7 @@ async def test_callers_that_leave_at_any_moment_leave_no_slot_taken(make):
     assert (await infer(model, request(n=1)))["i"].tolist() == [0]
     # Every slot is free again: as many as may run do so at the same time.
     async with AsyncExitStack() as stack:
-        streams = [model.stream(request(n=1, wait=1), NO_DEADLINE) for _ in range(4)]
+        streams = [model.stream(request(n=1, wait=1)) for _ in range(4)]
         for one in streams:
             stack.push_async_callback(one.aclose)
         await asyncio.gather(*map(anext, streams))
@@ -183,9 +182,9 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
             gate.wait(30)
             return {}
     """)
-    call = asyncio.create_task(model.infer(request(), NO_DEADLINE))
+    call = asyncio.create_task(model.infer(request()))
     await until(lambda: tasks_of(model) == 1)
-    gave_up = asyncio.create_task(model.infer(request(), NO_DEADLINE))
+    gave_up = asyncio.create_task(model.infer(request()))
     await asyncio.sleep(0)
     gave_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -198,7 +197,7 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
 
 async def test_requests_beyond_the_queue_are_refused(make):
     model = make(COUNT, max_running=1, max_waiting=1)
-    async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as first:
+    async with aclosing(model.stream(request(n=1, wait=1))) as first:
         await anext(first)
         waiting = asyncio.create_task(infer(model, request(n=1)))
         await asyncio.sleep(0)
@@ -249,7 +248,7 @@ async def test_a_failing_generator_has_sent_its_responses_before_the_error(make,
             yield {"i": numpy.array([1])}
             raise ValueError("secret")
     """)
-    async with aclosing(model.stream(request(), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(request())) as responses:
         assert not (await anext(responses)).parameters[FINAL].bool_param
         with pytest.raises(RequestFailedError, match="the model failed on this request"):
             await anext(responses)
@@ -272,7 +271,7 @@ async def test_a_task_of_the_code_cannot_end_the_loop(make, caplog):
 
 async def test_a_stop_ends_the_requests_in_flight(make):
     model = make(COUNT)
-    async with aclosing(model.stream(request(n=1, wait=1), NO_DEADLINE)) as responses:
+    async with aclosing(model.stream(request(n=1, wait=1))) as responses:
         await anext(responses)
         await asyncio.to_thread(model.close)
         with pytest.raises(NotReadyError):
@@ -294,7 +293,7 @@ async def test_a_model_that_blocks_for_ever_counts_as_dead_and_its_callers_get_a
         timeout_s=0.5,
     )
     dies = asyncio.create_task(model.died())
-    calls = [asyncio.create_task(model.infer(request(), NO_DEADLINE)) for _ in range(3)]
+    calls = [asyncio.create_task(model.infer(request())) for _ in range(3)]
     try:
         outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
         assert [type(outcome) for outcome in outcomes] == [HopBrokenError] * 3
@@ -316,7 +315,7 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
             return Response({"y": request.inputs["x"] * k}, {"took": 0.5, "k": int(k[0]), "how": "fast", "ok": True})
     """)
     x, k = Tensor("x", "INT32", np.arange(3, dtype=np.int32)), Tensor("k", "INT32", np.array([2], dtype=np.int32))
-    response = await model.infer(request(x), NO_DEADLINE)
+    response = await model.infer(request(x))
     assert decode_outputs(response)["y"].array.tolist() == [0, 1, 2]
     sent = response.parameters
     values = (sent["took"].double_param, sent["k"].int64_param, sent["how"].string_param, sent["ok"].bool_param)
@@ -327,7 +326,7 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
         ("k", True),
     ]
     with pytest.raises(InvalidRequestError, match="'x' is missing"):
-        await model.infer(request(k), NO_DEADLINE)
+        await model.infer(request(k))
 
 
 @pytest.mark.parametrize("parameters", ['{"triton_final_response": True}', "{1: 2}", "[1]", '{"x": object()}'])
@@ -339,7 +338,7 @@ async def test_parameters_that_cannot_be_sent_fail_the_request(make, parameters)
             return Response({{}}, {parameters})
     """)
     with pytest.raises(RequestFailedError, match="parameters"):
-        await model.infer(request(), NO_DEADLINE)
+        await model.infer(request())
 
 
 @pytest.mark.parametrize("how", ["twice", "classified"])
@@ -353,6 +352,6 @@ async def test_requests_for_unsupported_output_forms_are_refused(make, how):
         message.outputs[0].parameters["classification"].int64_param = 1
     serving = Serving(model)
     with pytest.raises(InvalidRequestError, match="'y' is given twice" if how == "twice" else "class_count"):
-        await serving.infer(message, NO_DEADLINE)
+        await serving.infer(message)
     with pytest.raises(InvalidRequestError, match="'y'"):
-        await anext(serving.stream(message, NO_DEADLINE))
+        await anext(serving.stream(message))

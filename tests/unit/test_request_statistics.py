@@ -6,12 +6,13 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError, NotReadyError
 from headrace.oip.model_description import ModelDescription
 from headrace.oip.stream_infer import EMPTY_FINAL, FINAL
 from headrace.oip.tensors import Tensor, add_input, add_output
 from headrace_predictor.counts import RequestCounts
+from headrace_predictor.models.served_model import Caller
 from headrace_predictor.repository.lease import Serving
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.waiting import until
@@ -28,11 +29,11 @@ class FakeModel:
         self.statistics = RequestCounts(steps=3, succeeded=1, queue_ns=5, compute_ns=7)
         self.request_ids = []
 
-    async def infer(self, request, deadline, caller=None):
-        async with aclosing(self.stream(request, deadline)) as responses:
+    async def infer(self, request, caller=None):
+        async with aclosing(self.stream(request)) as responses:
             return [response async for response in responses][-1]
 
-    async def stream(self, request, deadline, caller=None):
+    async def stream(self, request, caller=None):
         self.request_ids.append(request.id)
         if request.id == "bad":
             raise InvalidRequestError("bad")
@@ -63,7 +64,9 @@ async def stream(serving, name, limit=None, **options):
     message = ModelInferRequest(id=name)
     if options.get("empty_final"):
         message.parameters[EMPTY_FINAL].bool_param = True
-    async with aclosing(serving.stream(message, Deadline.after(options.get("timeout_s")))) as responses:
+    async with aclosing(
+        serving.stream(message, Caller(deadline=Deadline.after(options.get("timeout_s"))))
+    ) as responses:
         async for _ in responses:
             if limit is not None and (limit := limit - 1) == 0:
                 return
@@ -121,7 +124,7 @@ async def test_the_empty_final_response_is_counted(serving):
 
 async def test_refused_requests_and_later_failures_count_as_failures(serving):
     with pytest.raises(InvalidRequestError):
-        await serving.infer(ModelInferRequest(id="bad"), NO_DEADLINE)
+        await serving.infer(ModelInferRequest(id="bad"))
     with pytest.raises(InvalidRequestError):
         await stream(serving, "fails")
     assert counted(serving) == ((0, 2), {"0": (1, 0, 1, 0), "1": (0, 0, 1, 0)})
@@ -149,10 +152,10 @@ async def test_a_batch_counts_as_one_inference_per_row():
     serving = Serving(FakeModel(max_batch_size=8))
     message = ModelInferRequest(id="1")
     add_input(message, Tensor("input_ids", "INT64", np.ones((5, 3), dtype=np.int64)))
-    await serving.infer(message, NO_DEADLINE)
+    await serving.infer(message)
     one = ModelInferRequest(id="1")
     add_input(one, Tensor("input_ids", "INT64", np.ones(3, dtype=np.int64)))
-    await serving.infer(one, NO_DEADLINE)
+    await serving.infer(one)
     assert serving.statistics().inference_count == 6
     assert counted(serving)[0] == (2, 0)
 

@@ -10,7 +10,7 @@ keys, have all records.
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeAlias
 
 import grpc
@@ -24,7 +24,6 @@ from headrace.rpc.server.rest_streams import errors_in_band
 from headrace_logger.read_limits import Readers, caller_of
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import Store
-from headrace_logger.store.usage import UsageQuery
 from headrace_logger.tails import OpenTail, Tails
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
@@ -117,7 +116,7 @@ class PayloadLogServicer:
                 raise InvalidRequestError("own and client name different clients", param="client")
             request.client = own
         with self._readers.reader(caller_of(context)):
-            return await self._store.usage(UsageQuery.of(request))
+            return await self._store.usage(request)
 
     @errors_in_band(_error)
     async def Query(self, request: QueryPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
@@ -188,15 +187,19 @@ class PayloadIngestServicer(headrace_pb2_grpc.PayloadIngestServicer):
         self, request_iterator: AsyncIterator[AppendRequest], context: Context
     ) -> AsyncIterator[AppendResponse]:
         arrivals = _Arrivals()
-        collector = asyncio.create_task(arrivals.collect(request_iterator, self._stopping), name="append collector")
+        reader = asyncio.create_task(arrivals.read(request_iterator), name="append reader")
+        stop = asyncio.create_task(self._stopping.wait(), name="append stop")
+        stop.add_done_callback(lambda _: reader.cancel())
         try:
             while batch := await arrivals.take():
                 self._tails.show(await self._store.append(batch))
                 yield AppendResponse(sequence=max(request.sequence for request in batch))
-            await collector
+            with suppress(asyncio.CancelledError):
+                reader.result()
         finally:
-            collector.cancel()
-            await asyncio.gather(collector, return_exceptions=True)
+            stop.cancel()
+            reader.cancel()
+            await asyncio.gather(stop, reader, return_exceptions=True)
 
 
 class _Arrivals:
@@ -220,31 +223,22 @@ class _Arrivals:
         self._room.set()
         return batch
 
-    async def collect(self, requests: AsyncIterator[AppendRequest], stopping: asyncio.Event) -> None:
-        """Collects requests until they end or `stopping` is set; raises the error of an invalid request."""
-        reader = asyncio.create_task(self._read(requests), name="append reader")
-        stop = asyncio.create_task(stopping.wait(), name="append stop")
+    async def read(self, requests: AsyncIterator[AppendRequest]) -> None:
+        """Collects requests until they end, or the task is cancelled; raises the error of an invalid request."""
         try:
-            await asyncio.wait((reader, stop), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
-                reader.result()
+            async for request in requests:
+                for each in (request, *request.more):
+                    _check(each)
+                    each.record.text = answer_of(each.record)  # Protobuf has merged the record's parts.
+                    self._waiting.append(each)
+                self._bytes += request.ByteSize()
+                self._news.set()
+                if self._bytes >= _MAX_ARRIVED_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
         finally:
-            reader.cancel()
-            stop.cancel()
             self._ended = True
             self._news.set()
-
-    async def _read(self, requests: AsyncIterator[AppendRequest]) -> None:
-        async for request in requests:
-            for each in (request, *request.more):
-                _check(each)
-                each.record.text = answer_of(each.record)  # Protobuf has merged the record's parts.
-                self._waiting.append(each)
-            self._bytes += request.ByteSize()
-            self._news.set()
-            if self._bytes >= _MAX_ARRIVED_BYTES:
-                self._room.clear()
-                await self._room.wait()
 
 
 def _check(request: AppendRequest) -> None:

@@ -44,7 +44,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)
     PickerMetrics(repository.engines.pickable, repository.engines.adapters, settings.max_adapters)
-    tap = PayloadTap.of(settings, "predictor")
+    tap = PayloadTap(settings, "predictor")
     tap.start()
     tap.observe()
     servicer = InferenceServicer(repository, tap, settings.payload_addressed)

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import replace
 
 from headrace import __version__
 from headrace.clients import ANYONE, Client, account, client_of
@@ -139,7 +140,7 @@ class InferenceServicer(OpenInferenceBase):
         with self._recorded(request, context, "ModelInfer") as recording:
             check_request_id(request.id)
             serving = self._serving(request.model_name, request.model_version, context)
-            response = await serving.infer(request, deadline_of(context), _caller(context))
+            response = await serving.infer(request, _caller(context))
             if recording is not None:
                 recording.end("OK", outputs=answer_tensors(response))
                 await recording.flushed()
@@ -153,7 +154,8 @@ class InferenceServicer(OpenInferenceBase):
         async def answer(request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelInferResponse, None]:
             with self._recorded(request, context, "ModelStreamInfer") as recording:
                 serving = self._serving(request.model_name, request.model_version, context)
-                async with aclosing(serving.stream(request, deadline_of(context), caller)) as responses:
+                of_request = replace(caller, deadline=deadline_of(context))
+                async with aclosing(serving.stream(request, of_request)) as responses:
                     async for response in responses:
                         if recording is not None:
                             recording.chunk("", outputs=streamed_tensors(response))
@@ -183,7 +185,7 @@ class InferenceServicer(OpenInferenceBase):
 
 def _caller(context: Context) -> Caller:
     metadata = call_metadata(context)
-    return Caller(account(client_of(metadata), metadata), first_token_timeout_s(metadata))
+    return Caller(account(client_of(metadata), metadata), deadline_of(context), first_token_timeout_s(metadata))
 
 
 def _client_of(context: Context) -> Client:

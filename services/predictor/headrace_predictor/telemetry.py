@@ -6,10 +6,7 @@ outcome; a phase that it never reached has no event, and a request that was refu
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 
@@ -29,15 +26,6 @@ class GenerationTelemetry:
         self._attributes = {MODEL: model}
         description = "From a sequence's submission until the first step that computes it."
         self._queue_duration = histogram(meter, "headrace.queue.duration", "s", description, _QUEUE_BUCKETS)
-
-    @contextmanager
-    def observed(self, timeline: Timeline) -> "Iterator[ObservedGeneration]":
-        """Observes the generation that the block reads; its events go to the span that is current at the start."""
-        generation = self.observe(timeline, trace.get_current_span())
-        try:
-            yield generation
-        finally:
-            generation.end()
 
     def observe(self, timeline: Timeline, span: Span) -> "ObservedGeneration":
         """Observes a generation until its `end` is called; its events go to the span."""

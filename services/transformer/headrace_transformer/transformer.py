@@ -212,7 +212,7 @@ class Transformer:
 
 
 def _started_tap(settings: TransformerSettings) -> PayloadTap:
-    tap = PayloadTap.of(settings, "transformer")
+    tap = PayloadTap(settings, "transformer")
     tap.start()
     tap.observe()
     for name in settings.unknown_logged_models:

@@ -15,11 +15,11 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from tqdm import tqdm
 
@@ -30,7 +30,6 @@ from headrace_logger.export.shapes import SHAPES, write_lines
 from headrace_logger.export.snapshot import Snapshot, batches, filters_of
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location
-from headrace_protos.headrace_pb2 import PayloadRecord
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -49,20 +48,13 @@ def export(database: Location, file_format: str, output: str, filters: Filters) 
     with closing(Snapshot(database, filters)) as snapshot, _open(output) as file:
         shown = sys.stderr.isatty()
         total = snapshot.count() if shown else None
-        with tqdm(total=total, unit=" records", disable=not shown) as progress:
-            some = _counted(batches(snapshot.records()), progress)
-            if file_format in SHAPES:
-                return write_lines(file, SHAPES[file_format](), some)
-            # pyarrow takes a second to import, and JSON lines do not need it.
-            from headrace_logger.export.parquet import write_parquet
+        some = batches(tqdm(snapshot.records(), total=total, unit=" records", disable=not shown))
+        if file_format in SHAPES:
+            return write_lines(file, SHAPES[file_format](), some)
+        # pyarrow takes a second to import, and JSON lines do not need it.
+        from headrace_logger.export.parquet import write_parquet
 
-            return write_parquet(file, some), Counter()
-
-
-def _counted(some: Iterable[list[PayloadRecord]], progress: tqdm[NoReturn]) -> Iterator[list[PayloadRecord]]:
-    for records in some:
-        yield records
-        progress.update(len(records))
+        return write_parquet(file, some), Counter()
 
 
 def instant(text: str, now: datetime | None = None) -> datetime:

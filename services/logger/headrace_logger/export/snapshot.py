@@ -13,7 +13,7 @@ Errors: StartupError if the database cannot be read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -23,9 +23,9 @@ from sqlalchemy.exc import DatabaseError
 from headrace.errors import StartupError
 from headrace_logger.store import reading
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.opening import Location, name_of, open_for_export
+from headrace_logger.store.opening import Location, name_of, open_for_reading
 from headrace_logger.store.shares import SIZE
-from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
+from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, check_version, now_us, records, version_of
 from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 
 _ROWS = 500
@@ -42,10 +42,13 @@ class Snapshot:
 
     def __init__(self, database: Location, filters: Filters) -> None:
         self._database = database
-        self._engine = open_for_export(database)
-        with self._connect() as connection:
+        self._engine = open_for_reading(database)
+        with ExitStack() as undo, self._connect() as connection:
+            undo.callback(self._engine.dispose)
+            check_version(version_of(connection), name_of(database))
             self.last: int = reading.newest_position(connection)
             self.last_ever: int = reading.last_position(connection)
+            undo.pop_all()
         self._clauses = [records.c.position <= self.last, *filters.clauses(records)]
 
     def count(self) -> int:

@@ -32,9 +32,7 @@ async def start_sinks(settings: LoggerSettings, store: Store, server: Server) ->
 
         if sink.name in runners:
             raise StartupError(f"LOGGER_SINKS: {sink.name} is listed twice; remove one")
-        from_beginning = settings.sink_from == "beginning"
-        runner = SinkRunner(sink, store, concurrency=settings.sink_concurrency, from_beginning=from_beginning)
-        runners[sink.name] = runner
+        runners[sink.name] = runner = SinkRunner(sink, store, settings)
         server.at_stop(runner.close)
         if store.database.is_shared:
             server.own(f"sink {sink.name}", runner.run_alone())
@@ -48,18 +46,11 @@ def _sinks(settings: LoggerSettings) -> Iterator[Sink]:
     for url in settings.sinks:
         from headrace_logger.sinks.cloud_events import CloudEventsSink
 
-        yield CloudEventsSink(
-            str(url),
-            source=settings.sink_source,
-            namespace=settings.sink_namespace,
-            timeout_s=settings.sink_timeout_s,
-            connections=settings.sink_concurrency,
-        )
+        yield CloudEventsSink(str(url), settings)
     if settings.gen_ai_url:
         from headrace_logger.sinks.otlp import otlp_sink
 
-        headers = settings.gen_ai_headers.get_secret_value()
-        yield otlp_sink(settings.gen_ai_url, headers, settings.sink_timeout_s, settings.sink_concurrency)
+        yield otlp_sink(settings)
 
 
 def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -> None:

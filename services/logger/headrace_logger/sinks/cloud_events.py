@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import orjson
 
+from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks.delivery import Event, HttpSink, without_credentials
 from headrace_logger.values import row, to_json
 from headrace_protos.headrace_pb2 import PayloadRecord
@@ -44,10 +45,10 @@ _UNESCAPED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in
 class CloudEventsSink(HttpSink):
     """Posts a record's events to a URL; its name is the URL without its secrets."""
 
-    def __init__(self, url: str, *, source: str, namespace: str, timeout_s: float, connections: int) -> None:
-        super().__init__(without_credentials(url), url, timeout_s, connections)
-        self._source = source.rstrip("/")
-        self._namespace = namespace
+    def __init__(self, url: str, settings: LoggerSettings) -> None:
+        super().__init__(without_credentials(url), url, settings)
+        self._source = settings.sink_source.rstrip("/")
+        self._namespace = settings.sink_namespace
 
     def events(self, record: PayloadRecord) -> Sequence[Event]:
         """Returns the record's events in the order of sending; called on any thread."""

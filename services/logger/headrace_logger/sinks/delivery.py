@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from headrace_logger.settings import LoggerSettings
+
 _MAX_RETRY_AFTER_S = 3600.0
 # A connection can be reused only after a response has been read to its end.
 _MAX_ANSWER_BYTES = 64 * 1024
@@ -34,7 +36,7 @@ class Event:
 
 
 class HttpSink:
-    """Posts events to one URL, over at most `connections` connections; an attempt takes at most `timeout_s` seconds.
+    """Posts events to one URL, over at most `sink_concurrency` connections.
 
     `name` identifies the cursor and appears in the log; another name is another sink. Of the client's errors those in
     `tried_again` are retried, all others refusals.
@@ -42,12 +44,13 @@ class HttpSink:
 
     tried_again: Collection[int] = (408, 429)
 
-    def __init__(self, name: str, url: str, timeout_s: float, connections: int) -> None:
+    def __init__(self, name: str, url: str, settings: LoggerSettings) -> None:
         self.name = name
         self._url = url
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.sink_timeout_s
         # No timeouts of its own: they apply to single reads, and a slow, steady response would never exceed them.
-        self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
+        limits = httpx2.Limits(max_connections=settings.sink_concurrency)
+        self._client = httpx2.AsyncClient(timeout=None, limits=limits)
 
     async def send(self, event: Event) -> None:
         """Returns when the sink has accepted the event; raises TryAgainError or RefusedError."""

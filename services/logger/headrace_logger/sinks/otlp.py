@@ -34,6 +34,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from headrace.payload.records import answer_of
 from headrace.rpc.client.channel import channel_options
 from headrace_logger.export.shapes import output_tokens
+from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks.delivery import Event, HttpSink, RefusedError, TryAgainError, without_credentials
 from headrace_protos.headrace_pb2 import PayloadRecord
 
@@ -180,12 +181,10 @@ class _Spans:
 
 
 class GrpcSink(_Spans):
-    """Calls a receiver; an attempt takes at most `timeout_s` seconds."""
-
-    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], settings: LoggerSettings) -> None:
         self.name = _name_of(url)
         self._metadata = tuple((name.lower(), value) for name, value in headers.items())
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.sink_timeout_s
         scheme, target = urlsplit(url).scheme, urlsplit(url).netloc
         if scheme == "grpcs":
             credentials = grpc.ssl_channel_credentials()
@@ -211,8 +210,8 @@ class GrpcSink(_Spans):
 class OtlpHttpSink(_Spans, HttpSink):
     tried_again = (401, 403, 404, 408, 429)
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, connections: int) -> None:
-        super().__init__(_name_of(url), url, timeout_s, connections)
+    def __init__(self, url: str, headers: Mapping[str, str], settings: LoggerSettings) -> None:
+        super().__init__(_name_of(url), url, settings)
         # The answer is read as it comes.
         self.headers = {**headers, "content-type": "application/x-protobuf", "accept-encoding": "identity"}
 
@@ -221,13 +220,12 @@ class OtlpHttpSink(_Spans, HttpSink):
             _check(answer)
 
 
-def otlp_sink(url: str, headers: str, timeout_s: float, connections: int) -> GrpcSink | OtlpHttpSink:
-    """The sink of a URL; `headers` as in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, encoded as in a URL."""
-    pairs = (part.partition("=") for part in headers.split(",") if part.strip())
-    parsed = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
-    if urlsplit(url).scheme in ("grpc", "grpcs"):
-        return GrpcSink(url, parsed, timeout_s)
-    return OtlpHttpSink(url, parsed, timeout_s, connections)
+def otlp_sink(settings: LoggerSettings) -> GrpcSink | OtlpHttpSink:
+    """The sink of LOGGER_GEN_AI_URL; the headers are encoded as in a URL."""
+    pairs = (part.partition("=") for part in settings.gen_ai_headers.get_secret_value().split(",") if part.strip())
+    headers = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    kind = GrpcSink if urlsplit(settings.gen_ai_url).scheme in ("grpc", "grpcs") else OtlpHttpSink
+    return kind(settings.gen_ai_url, headers, settings)
 
 
 def _check(answer: bytes) -> None:

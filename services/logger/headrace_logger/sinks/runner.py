@@ -7,9 +7,9 @@ accepted them do not reach that sink.
 
 An event that the sink cannot accept now is retried without limit, with exponential backoff and jitter; one that it
 refuses is logged and skipped. An event on which the sink fails in an unknown way is skipped after some attempts, as is
-a record that it cannot convert to events. Meanwhile at most `concurrency` records, 32 MiB and one page are in memory:
-reading pauses, and other sinks are not affected. `counts` has the events delivered, retried, refused and failed. Any
-other error is logged, and sending resumes later at the cursor.
+a record that it cannot convert to events. Meanwhile at most `sink_concurrency` records, 32 MiB and one page are in
+memory: reading pauses, and other sinks are not affected. `counts` has the events delivered, retried, refused and
+failed. Any other error is logged, and sending resumes later at the cursor.
 
 A sink without a cursor in the store starts at the current end, or at the beginning.
 
@@ -35,6 +35,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from headrace.errors import NotReadyError
 from headrace.payload.records import ended_at
+from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
 from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import PayloadRecord
@@ -74,14 +75,14 @@ class Sink(Protocol):
 
 
 class SinkRunner:
-    """Sends the store's records to `sink`, at most `concurrency` at a time."""
+    """Sends the store's records to `sink`, at most `sink_concurrency` at a time."""
 
-    def __init__(self, sink: Sink, store: Store, *, concurrency: int, from_beginning: bool) -> None:
+    def __init__(self, sink: Sink, store: Store, settings: LoggerSettings) -> None:
         self.counts: Counter[str] = Counter()
         self._sink = sink
         self._store = store
-        self._concurrency = concurrency
-        self._from_beginning = from_beginning
+        self._concurrency = settings.sink_concurrency
+        self._from_beginning = settings.sink_from == "beginning"
         self._news = asyncio.Event()
         self._room = asyncio.Condition()
         self._records = 0  # The number of records in flight, and their size.

@@ -8,9 +8,9 @@ Errors: NotReadyError if the database stops answering.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar
 
 import sqlalchemy as sql
@@ -18,17 +18,6 @@ import sqlalchemy as sql
 READERS = 4
 
 T = TypeVar("T")
-
-
-@contextmanager
-def checking(engine: sql.Engine) -> Iterator[sql.Connection]:
-    """A connection for the checks of a new engine, in a transaction; if they fail, the engine is disposed of."""
-    try:
-        with engine.begin() as connection:
-            yield connection
-    except BaseException:
-        engine.dispose()
-        raise
 
 
 class Database(ABC):

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import sqlalchemy as sql
 from pydantic import SecretStr
 
+from headrace.errors import StartupError
 from headrace_logger.store import sqlite
 from headrace_logger.store.database import Database
 
@@ -25,13 +26,15 @@ def open_database(
     return PostgresqlDatabase(sql.make_url(location.get_secret_value()), opened)
 
 
-def open_for_export(location: Location) -> sql.Engine:
-    """A read-only engine on a database with this schema; raises StartupError."""
+def open_for_reading(location: Location) -> sql.Engine:
+    """A read-only engine on a database, which may be another than a payload log; raises StartupError."""
     if isinstance(location, Path):
-        return sqlite.open_for_export(location)
-    from headrace_logger.store.postgresql import open_for_export as open_postgresql
+        if not location.is_file():
+            raise StartupError(f"{location}: no such database; LOGGER_DATABASE or --database names the logger's")
+        return sqlite.open_for_reading(location, 1)
+    from headrace_logger.store.postgresql import engine_of
 
-    return open_postgresql(sql.make_url(location.get_secret_value()))
+    return engine_of(sql.make_url(location.get_secret_value()), 1, reads_only=True)
 
 
 def name_of(location: Location) -> str:

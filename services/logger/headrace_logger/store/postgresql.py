@@ -30,7 +30,7 @@ from sqlalchemy.exc import DBAPIError
 
 from headrace.errors import NotReadyError, StartupError
 from headrace_logger.store import tables
-from headrace_logger.store.database import READERS, Database, checking
+from headrace_logger.store.database import READERS, Database
 
 try:
     import psycopg
@@ -71,9 +71,9 @@ class PostgresqlDatabase(Database):
     def __init__(self, url: sql.URL, opened: Callable[[sql.Connection], None]) -> None:
         self._url = url
         self._opened = opened
-        self._writing = _engine_of(url, 1, reads_only=False)
-        self._reading = _engine_of(url, READERS, reads_only=True)
-        self._leases = _engine_of(url, 0, reads_only=False)  # One connection for each name.
+        self._writing = engine_of(url, 1, reads_only=False)
+        self._reading = engine_of(url, READERS, reads_only=True)
+        self._leases = engine_of(url, 0, reads_only=False)  # One connection for each name.
         self._is_open = False
         self._failed_at = -_RETRY_S
         self._said_at = -_SAY_EVERY_S
@@ -209,7 +209,7 @@ class _KeyDumper(StrDumperUnknown):
         return super().dump(obj.replace("\0", "\N{REPLACEMENT CHARACTER}"))
 
 
-def _engine_of(url: sql.URL, connections: int, reads_only: bool) -> sql.Engine:
+def engine_of(url: sql.URL, connections: int, reads_only: bool) -> sql.Engine:
     """An engine with a number of connections (0: any), made when first used; no wait in it is unlimited."""
     timeouts: dict[str, Any] = {
         "connect_timeout": _CONNECT_S,
@@ -259,17 +259,6 @@ def _prepare(engine: sql.Engine, url: sql.URL) -> None:
             tables.prepare(connection, _shown(url))
     except DBAPIError as error:
         raise _error_of(error, url) from None
-
-
-def open_for_export(url: sql.URL) -> sql.Engine:
-    """A read-only engine on a database with this schema; raises StartupError."""
-    engine = _engine_of(url, 1, reads_only=True)
-    try:
-        with checking(engine) as connection:
-            tables.check_version(tables.version_of(connection), _shown(url))
-    except DBAPIError as error:
-        raise StartupError(str(_error_of(error, url))) from None
-    return engine
 
 
 def _shown(url: sql.URL) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from sqlalchemy.exc import DatabaseError
 
 from headrace.errors import NotReadyError, StartupError
 from headrace_logger.store import tables
-from headrace_logger.store.database import READERS, Database, checking
+from headrace_logger.store.database import READERS, Database
 from headrace_logger.store.reading import last_position
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class SqliteDatabase(Database):
 
     def _open(self) -> None:
         self._writing = prepare(self._path, self._fsync)
-        self._reading = _open_for_reading(self._path, READERS)
+        self._reading = open_for_reading(self._path, READERS)
         with self._writing.connect() as connection:
             self._opened(connection)  # The first read creates the log beside the file.
         self._files = _files_of(self._path)
@@ -144,27 +144,17 @@ def prepare(path: Path, fsync: bool) -> sql.Engine:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
         engine = _open_for_writing(path, fsync)
-        with checking(engine) as connection:
-            # The driver does not begin a transaction by itself before DDL.
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            tables.prepare(connection, str(path))
+        with ExitStack() as undo:
+            undo.callback(engine.dispose)
+            with engine.begin() as connection:
+                # The driver does not begin a transaction by itself before DDL.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                tables.prepare(connection, str(path))
+            undo.pop_all()
     except OSError as error:
         raise StartupError(f"LOGGER_DATABASE={path}: {error.strerror}") from None
     except DatabaseError as error:
         raise StartupError(f"LOGGER_DATABASE={path}: {error.orig}") from None
-    return engine
-
-
-def open_for_export(path: Path) -> sql.Engine:
-    """A read-only engine on a file with this schema."""
-    if not path.is_file():
-        raise StartupError(f"{path}: no such database; LOGGER_DATABASE or --database names the logger's")
-    engine = _open_for_reading(path, 1)
-    try:
-        with checking(engine) as connection:
-            tables.check_version(tables.version_of(connection), str(path))
-    except DatabaseError as error:
-        raise StartupError(f"{path}: {error.orig}") from None
     return engine
 
 
@@ -194,7 +184,7 @@ def _open_for_writing(path: Path, fsync: bool) -> sql.Engine:
     return engine
 
 
-def _open_for_reading(path: Path, connections: int) -> sql.Engine:
+def open_for_reading(path: Path, connections: int) -> sql.Engine:
     """A read-only engine on an existing file."""
     database = path.absolute().as_uri()
     url = sql.URL.create("sqlite", database=database, query={"mode": "ro", "uri": "true"})

@@ -27,7 +27,7 @@ from headrace_logger.store.opening import Location, open_database
 from headrace_logger.store.reading import Found, Place, Row, Stored
 from headrace_logger.store.writing import GatewayLine
 from headrace_logger.telemetry import Commits
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageRequest, UsageResponse
 
 SEARCH_S = 5.0
 
@@ -156,9 +156,9 @@ class Store:
                 return
             before = Place(rows[-1].time_us, rows[-1].position)
 
-    async def usage(self, query: usage.UsageQuery) -> UsageResponse:
-        """The usage by group; raises InvalidRequestError if there are too many groups."""
-        return await self.database.read(usage.select, query, self._search_s)
+    async def usage(self, request: UsageRequest) -> UsageResponse:
+        """The usage by group; raises InvalidRequestError for wrong groups, and if there are too many."""
+        return await self.database.read(usage.select, request, self._search_s)
 
     async def delete(self, of_client: str | None = None, /, **key: str) -> int:
         """Deletes every record with one key permanently: record_id, request_id or client; returns their number.

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -111,60 +110,48 @@ def _microseconds(ms: float) -> int:
     return int(min(max(0.0, 1000 * ms), _MAX_DURATION_US)) if math.isfinite(ms) else 0
 
 
-@dataclass(frozen=True)
-class UsageQuery:
-    """A request for usage in whole hours since 1970; None is no bound."""
-
-    since: int | None
-    until: int | None
-    client: str | None
-    model: str | None
-    group: tuple[str, ...]
-
-    @classmethod
-    def of(cls, request: UsageRequest) -> "UsageQuery":
-        """Reads a request; raises InvalidRequestError for groups that are unknown or repeated."""
-        text = request.group if request.HasField("group") else DEFAULT_GROUP
-        group = tuple(filter(None, map(str.strip, text.split(","))))
-        if len(set(group)) < len(group) or not set(group) <= set(_COLUMNS):
-            raise InvalidRequestError(f"group {text!r} is not a comma list of {', '.join(_COLUMNS)}", param="group")
-        return cls(
-            _hour(request.since.seconds) if request.HasField("since") else None,
-            _hour(request.until.seconds + (request.until.nanos > 0) + HOUR_S - 1)
-            if request.HasField("until")
-            else None,
-            request.client if request.HasField("client") else None,
-            request.model if request.HasField("model") else None,
-            group,
-        )
-
-    def statement(self) -> sql.Select[Any]:
-        """The groups in order, one more than may be."""
-        columns = [_COLUMNS[name].label(name) for name in self.group]
-        sums = [
-            sql.cast(sql.func.coalesce(sql.func.sum(usage.c[name]), 0), sql.BigInteger).label(name) for name in _SUMS
-        ]
-        clauses = [_OF_EVERY_CLIENT if self.client is None else usage.c.client == self.client]
-        if self.since is not None:
-            clauses.append(usage.c.hour >= self.since)
-        if self.until is not None:
-            clauses.append(usage.c.hour < self.until)
-        if self.model is not None:
-            clauses.append(usage.c.model == self.model)
-        return sql.select(*columns, *sums).where(*clauses).group_by(*columns).order_by(*columns).limit(MAX_GROUPS + 1)
+def groups_of(request: UsageRequest) -> tuple[str, ...]:
+    """The columns of a request's groups; raises InvalidRequestError for some that are unknown or repeated."""
+    text = request.group if request.HasField("group") else DEFAULT_GROUP
+    group = tuple(filter(None, map(str.strip, text.split(","))))
+    if len(set(group)) < len(group) or not set(group) <= set(_COLUMNS):
+        raise InvalidRequestError(f"group {text!r} is not a comma list of {', '.join(_COLUMNS)}", param="group")
+    return group
 
 
-def select(connection: sql.Connection, query: UsageQuery, limit_s: float) -> UsageResponse:
-    """The usage of a query; raises InvalidRequestError above MAX_GROUPS, DeadlineError if it takes too long."""
+def _hours_of(request: UsageRequest) -> dict[str, int]:
+    """The bounds of a request, in whole hours since 1970."""
+    hours = {}
+    if request.HasField("since"):
+        hours["since"] = _hour(request.since.seconds)
+    if request.HasField("until"):
+        hours["until"] = _hour(request.until.seconds + (request.until.nanos > 0) + HOUR_S - 1)
+    return hours
+
+
+def statement(request: UsageRequest) -> sql.Select[Any]:
+    """The groups of a request in order, one more than may be."""
+    columns = [_COLUMNS[name].label(name) for name in groups_of(request)]
+    sums = [sql.cast(sql.func.coalesce(sql.func.sum(usage.c[name]), 0), sql.BigInteger).label(name) for name in _SUMS]
+    clauses = [usage.c.client == request.client if request.HasField("client") else _OF_EVERY_CLIENT]
+    hours = _hours_of(request)
+    if "since" in hours:
+        clauses.append(usage.c.hour >= hours["since"])
+    if "until" in hours:
+        clauses.append(usage.c.hour < hours["until"])
+    if request.HasField("model"):
+        clauses.append(usage.c.model == request.model)
+    return sql.select(*columns, *sums).where(*clauses).group_by(*columns).order_by(*columns).limit(MAX_GROUPS + 1)
+
+
+def select(connection: sql.Connection, request: UsageRequest, limit_s: float) -> UsageResponse:
+    """The usage of a request; raises InvalidRequestError above MAX_GROUPS, DeadlineError if it takes too long."""
     with _limited(connection, limit_s):
-        rows = connection.execute(query.statement()).all()
+        rows = connection.execute(statement(request)).all()
     if len(rows) > MAX_GROUPS:
         raise InvalidRequestError(f"more than {MAX_GROUPS} groups: choose a shorter period or fewer groups")
-    response = UsageResponse(groups=[_group(query.group, row) for row in rows])
-    for name in ("since", "until"):
-        if (hour := getattr(query, name)) is not None:
-            getattr(response, name).CopyFrom(Timestamp(seconds=hour * HOUR_S))
-    return response
+    bounds: Mapping[str, Any] = {name: Timestamp(seconds=hour * HOUR_S) for name, hour in _hours_of(request).items()}
+    return UsageResponse(groups=[_group(groups_of(request), row) for row in rows], **bounds)
 
 
 def forget_some(connection: sql.Connection, before_us: int) -> int:

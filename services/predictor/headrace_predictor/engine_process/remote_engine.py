@@ -15,12 +15,11 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError, OverloadedError, StartupFault
 from headrace.frames import FrameConnection
@@ -50,15 +49,12 @@ _LOOK_S = 1.0
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
-class StepSink(Protocol):
-    """Where the steps of a channel go; on the event loop, never blocking."""
-
-    def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
-        """Takes a serialized headrace.v1.Step, which sequences it ends, and which run isolated from now on."""
+# Takes a channel's serialized headrace.v1.Step, which sequences it ends, and which run isolated from now on.
+StepSink = Callable[[bytes, Sequence[engine_pb2.SequenceEnd], Sequence[int]], None]
 
 
 class OwnChannel:
-    """A StepSink that feeds `slots`, by number, each with its number of scores; none of them runs isolated."""
+    """Feeds `slots`, by number, each with its number of scores; none of them runs isolated."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[MergingSlot, int]] = {}
@@ -116,7 +112,7 @@ class RemoteEngine:
         self._silence_s = silence_s
         self.load = EngineLoad()  # As of the latest report; of no sequences once the process has ended.
         self._own = OwnChannel()
-        self._sinks: dict[int, StepSink] = {_OWN_CHANNEL: self._own}
+        self._sinks: dict[int, StepSink] = {_OWN_CHANNEL: self._own.take}
         self._channels, self._numbers = count(1), count(1)
         self._in_flight: dict[Key, Timeline] = {}
         self._adapters = RemoteAdapters(self._command)
@@ -239,7 +235,7 @@ class RemoteEngine:
         for step in frame.steps:
             if (sink := self._sinks.get(step.channel)) is not None:
                 alone = [key.number for key in frame.alone if key.channel == step.channel]
-                sink.take(step.step, ended[step.channel], alone)
+                sink(step.step, ended[step.channel], alone)
 
     def _lost(self, ended: asyncio.Future[None]) -> None:
         """The socket has closed, and so the process has ended."""
@@ -264,7 +260,7 @@ class RemoteEngine:
             logger.error("model %s: the engine died with %d requests", self._name, sum(map(len, lost.values())))
         for channel, step in steps.items():
             if (sink := self._sinks.get(channel)) is not None:
-                sink.take(step.SerializeToString(), lost[channel], ())
+                sink(step.SerializeToString(), lost[channel], ())
         if not (self._closing or self._died.done()):
             self._died.set_result(None)
 

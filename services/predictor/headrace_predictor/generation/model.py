@@ -1,12 +1,11 @@
 """A generation model as the servicer sees it: passes OIP requests to the engine and its chunks back as responses."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
+from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
-from headrace.deadline import Deadline
 from headrace.errors import DrainingError, HeadraceError, StartupError
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
@@ -21,7 +20,7 @@ from headrace_predictor.generation.requests import (
     read_request,
     write_response,
 )
-from headrace_predictor.models.served_model import ANY_CALLER, Caller
+from headrace_predictor.models.served_model import ANY_CALLER, Caller, Responses
 from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.steps_pb2 import Submission
@@ -33,17 +32,11 @@ _PROMPT_OUTPUTS = (
 )
 
 
-class Resumable(Protocol):
-    """A sequence that can resume elsewhere."""
-
-    def fail(self, error: HeadraceError) -> None:
-        """Ends it with an error, after the tokens that it already has."""
-
-
 class GenerationModel:
     """A ServedModel; it dies when its engine dies.
 
-    `close` is for an adapter, whose engine is its base's: it takes the adapter out of there, and the engine stays.
+    `resumable`: for each sequence that can resume elsewhere, what ends it here with an error, after the tokens that it
+    already has. `close` is for an adapter: it takes it out of the engine of its base, which stays.
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class GenerationModel:
         self.name = loaded.name
         self.description = _describe(loaded)
         self.telemetry = GenerationTelemetry(loaded.name, meter)
-        self.resumable: set[Resumable] = set()
+        self.resumable: set[Callable[[HeadraceError], None]] = set()
         self.loaded = loaded
         self.engine = loaded.engine
         self._close = close or loaded.engine.close
@@ -61,19 +54,15 @@ class GenerationModel:
     def statistics(self) -> EngineStatistics:
         return self.engine.statistics
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
-        with self._generation(request, deadline, caller) as (slot, observed):
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
+        with self._generation(request, caller) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
         return write_response(request, merged(chunks), caller.client)
 
-    async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        with self._generation(request, deadline, caller) as (slot, observed):
+    async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
+        with self._generation(request, caller) as (slot, observed):
             ended = False
             while not ended:
                 chunk = observed.take(await slot.read())
@@ -83,8 +72,8 @@ class GenerationModel:
                 yield response
 
     def hand_back(self) -> None:
-        for sequence in tuple(self.resumable):
-            sequence.fail(DrainingError(f"model {self.name!r} is handed back"))
+        for hand_back in tuple(self.resumable):
+            hand_back(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
@@ -112,15 +101,16 @@ class GenerationModel:
 
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller
+        self, request: pb.ModelInferRequest, caller: Caller
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self.loaded, request, deadline, caller))
-        with self.telemetry.observed(slot.timeline) as observed:
-            try:
-                yield slot, observed
-            finally:
-                slot.cancel()
+        slot = self.engine.submit(read_request(self.loaded, request, caller))
+        observed = self.telemetry.observe(slot.timeline, trace.get_current_span())
+        try:
+            yield slot, observed
+        finally:
+            slot.cancel()
+            observed.end()
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:

@@ -40,10 +40,7 @@ _SCORED = frozenset(PROMPT_OUTPUTS)
 
 
 def read_request(
-    model: LoadedModel,
-    request: inference_pb2.ModelInferRequest,
-    deadline: Deadline,
-    caller: Caller = ANY_CALLER,
+    model: LoadedModel, request: inference_pb2.ModelInferRequest, caller: Caller = ANY_CALLER
 ) -> Submission:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
@@ -78,7 +75,7 @@ def read_request(
         prompt_ids=input_ids,
         sampling=_sampling_json(sampling),
         output_ids=output_ids,
-        deadline=deadline.at,
+        deadline=caller.deadline.at,
         first_token_timeout_s=caller.first_token_timeout_s,
         prompt_logprobs=prompt_logprobs,
         client=caller.client.name,

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.clients import ANYONE, Client
-from headrace.deadline import Deadline
+from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.oip.model_description import ModelDescription
 from headrace_predictor.counts import RequestCounts
 from headrace_protos import inference_pb2 as pb
 
+Responses = AsyncGenerator[pb.ModelInferResponse, None]
 VERSION = "1"  # Every model has this one version.
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request, as generation models see it."""
+    """The caller of a request: what it may use, and how long it waits."""
 
     client: Client = ANYONE
+    deadline: Deadline = NO_DEADLINE
     first_token_timeout_s: float | None = None
 
 
@@ -39,14 +41,10 @@ class ServedModel(Protocol):
     @property
     def statistics(self) -> RequestCounts: ...
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         """Returns the one response to a request."""
 
-    def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
         """Yields the responses to a request as they become available."""
 
     def hand_back(self) -> None:

@@ -6,7 +6,7 @@ model's own code does not return.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from headrace.errors import NotReadyError, OtherWeightsError
 from headrace.oip.declared_tensors import check_requested_outputs
 from headrace.oip.model_description import FINGERPRINT
 from headrace_predictor.models.request_statistics import CountedRequest, RequestStatistics
-from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, ServedModel
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses, ServedModel
 from headrace_protos import inference_pb2 as pb
 
 
@@ -37,24 +37,20 @@ class Serving:
         # Of the weights that answer; "" if they have none.
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
-        with self._counted(request, deadline) as counted:
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
+        with self._counted(request, caller.deadline) as counted:
             check_requested_outputs(request)
             with _Wait(self):
-                response = await self.model.infer(request, deadline, caller)
+                response = await self.model.infer(request, caller)
             self._sign(response)
             counted.response(response)
             return response
 
-    async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
         is_first, wait = True, _Wait(self)
-        with self._counted(request, deadline) as counted:
+        with self._counted(request, caller.deadline) as counted:
             check_requested_outputs(request)
-            async with aclosing(self.model.stream(request, deadline, caller)) as responses:
+            async with aclosing(self.model.stream(request, caller)) as responses:
                 while True:
                     with wait:
                         response = await anext(responses, None)

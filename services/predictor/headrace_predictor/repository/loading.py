@@ -14,9 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from headrace.errors import StartupError
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import read_gguf
 from headrace.models.hub import Report, fetch
 from headrace.models.kinds import ModelKind, kind_of
-from headrace.models.sources import ModelSource
+from headrace.models.sources import ModelSource, read_config
+from headrace.models.weight_headers import read_header
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine_process.engine_host import EngineHost
@@ -24,12 +27,14 @@ from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.models.served_model import ServedModel
 from headrace_predictor.models.startup_errors import as_startup_error
-from headrace_predictor.models.weight_files import check_files
 from headrace_predictor.repository.lease import Serving
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel
 
 _PYTHON_RUNNING = 32  # Requests at once; a model's code may hold much memory for each.
+_POINTER = b"version https://git-lfs"
+_WEIGHTS = "*.safetensors"
+_READ = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt")
 
 
@@ -47,8 +52,44 @@ def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
         folder = fetch(source, _FILES, report)
         kind = kind_of(source, folder)
         if kind is not ModelKind.PYTHON:
-            check_files(folder)
+            _check_files(folder)
         return FetchedModel(folder, kind)
+
+
+def _check_files(folder: Path) -> None:
+    """Checks configurations, weights and their index before torch is imported; ValueError names the file and why."""
+    for path in sorted(path for pattern in _READ for path in folder.rglob(pattern)):
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(_POINTER):
+            raise ValueError(f"{path} is a pointer of git-lfs and not the file itself; `git lfs pull` fetches it")
+    configs = [path.name for pattern in ("*config.json", "*.index.json") for path in folder.glob(pattern)]
+    indexes = [read_config(folder, name) for name in sorted(configs)]
+    weights = sorted(folder.rglob(_WEIGHTS))
+    if (folder / WEIGHTS_FILE).is_symlink():
+        file = read_gguf(folder / WEIGHTS_FILE)
+        if not file.tensors:
+            raise ValueError(f"{file.path} has a vocabulary and no weights")
+    elif not weights:
+        raise ValueError(
+            f"{folder} has no *.safetensors; of other formats only GGUF is loaded, as the model's location"
+        )
+    for index in indexes:
+        for shard in sorted(set(map(str, index.get("weight_map", {}).values()))):
+            if shard.endswith(Path(_WEIGHTS).suffix) and not (folder / shard).is_file():
+                raise ValueError(f"{folder} lacks {shard}, which its index of weights names")
+    for path in weights:
+        _check_weights(path)
+
+
+def _check_weights(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            header, start = read_header(file)
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        needed = start + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise ValueError(f"{path} is not a safetensors file, or is cut off") from None
+    if (size := path.stat().st_size) != needed:
+        raise ValueError(f"{path} has {size} bytes, by its header {needed}")
 
 
 async def warmed_up(building: Awaitable[ServedModel]) -> Serving:

@@ -39,93 +39,62 @@ class SequenceTelemetry:
         self.duration = duration_histogram(None, "rpc.server.call.duration")
 
 
-class SequenceCall:
-    """The span, the duration and the log line of one sequence."""
+class StepsSequence:
+    """A sequence from its arrival on, which `end` or `cancel` ends, also one that is refused."""
 
     def __init__(self, message: steps_pb2.Submission, telemetry: SequenceTelemetry) -> None:
-        self.span: Span = trace.INVALID_SPAN
-        self._request_id = message.request_id
-        self._began = time.monotonic()
+        self.timeline = Timeline()
+        self.deadline = Deadline.after(message.timeout_s if message.HasField("timeout_s") else None)
+        self._message = message
         self._duration = telemetry.duration
+        self._began = time.monotonic()
+        self._span: Span = trace.INVALID_SPAN
+        self._lease = ExitStack()
+        self._counted: CountedRequest | None = None
+        self._observed: ObservedGeneration | None = None
         if message.traceparent:
             attributes = _ATTRIBUTES | {REQUEST_ID: message.request_id}
             links = links_to(message.follows) if message.follows else ()
             name = _ATTRIBUTES["rpc.method"]
-            self.span = telemetry.tracer.start_span(
+            self._span = telemetry.tracer.start_span(
                 name, context_of(message.traceparent), SpanKind.SERVER, attributes, links
             )
 
     @property
     def traceparent(self) -> str:
         """The span as a traceparent; "" without one."""
-        return traceparent_of(self.span) if self.span is not trace.INVALID_SPAN else ""
+        return traceparent_of(self._span) if self._span is not trace.INVALID_SPAN else ""
 
-    def end(self, code: StatusCode) -> None:
-        duration_s = time.monotonic() - self._began
-        end_span(self.span, code, is_server=True, streams=True)
-        self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
-        log_call(logging.INFO, _ATTRIBUTES, code, duration_s, self._request_id, self.span)
+    def lease(self, serving: Serving) -> None:
+        """Counts the sequence as a request of the model until its end; raises OtherWeightsError."""
+        counted = serving.sequence(self._message.request_id, self.deadline, self._message.fingerprint)
+        self._counted = self._lease.enter_context(counted)
 
-
-class StepsSequence:
-    """A sequence in flight. `hand_back` takes the error with which the predictor ends it."""
-
-    def __init__(
-        self,
-        call: SequenceCall,
-        serving: Serving,
-        model: GenerationModel,
-        message: steps_pb2.Submission,
-        deadline: Deadline,
-        hand_back: Callable[[HeadraceError], None],
-    ) -> None:
-        """Raises OtherWeightsError."""
-        self.timeline = Timeline()
-        self._deadline = deadline
-        self._call = call
-        self._model = model
-        self._hand_back = hand_back
-        self._observed: ObservedGeneration | None = None
-        self._lease = ExitStack()
-        self._counted: CountedRequest = self._lease.enter_context(
-            serving.sequence(message.request_id, deadline, message.fingerprint)
-        )
-
-    def begin(self) -> None:
-        """The engine has the sequence from now on."""
-        self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
-        self._model.resumable.add(self)
-
-    def release(self, error: Exception) -> None:
-        """The engine does not get the sequence."""
-        self._lease.__exit__(type(error), error, None)
-
-    def fail(self, error: HeadraceError) -> None:
-        self._hand_back(error)
+    def begin(self, model: GenerationModel, hand_back: Callable[[HeadraceError], None]) -> None:
+        """The engine has the sequence from now on; `hand_back` takes the error with which the predictor ends it."""
+        self._observed = model.telemetry.observe(self.timeline, self._span)
+        model.resumable.add(hand_back)
+        self._lease.callback(model.resumable.discard, hand_back)
 
     def cancel(self) -> None:
         """The caller has cancelled the sequence, or its deadline has passed."""
-        is_late = self._deadline.passed(DEADLINE_MARGIN_S)
+        is_late = self.deadline.passed(DEADLINE_MARGIN_S)
         self._end(asyncio.CancelledError(), StatusCode.DEADLINE_EXCEEDED if is_late else StatusCode.CANCELLED)
 
-    def end(self, error: HeadraceError | None, tokens: int) -> None:
+    def end(self, error: HeadraceError | None, tokens: int = 0) -> None:
         """The sequence has ended after `tokens` tokens."""
         if self._observed is not None:
             self._observed.add(tokens)
-        self._end(error, status_of(error))
+        self._end(error, StatusCode.OK if error is None else error.status)
 
     def _end(self, error: BaseException | None, code: StatusCode) -> None:
         """Called once."""
-        self._model.resumable.discard(self)
         if self._observed is not None:
             self._observed.end()
-        if error is None:
+        if error is None and self._counted is not None:
             self._counted.response(_LAST)
-            self._lease.close()
-        else:
-            self._lease.__exit__(type(error), error, None)
-        self._call.end(code)
-
-
-def status_of(error: HeadraceError | None) -> StatusCode:
-    return StatusCode.OK if error is None else error.status
+        self._lease.__exit__(type(error) if error is not None else None, error, None)
+        duration_s = time.monotonic() - self._began
+        end_span(self._span, code, is_server=True, streams=True)
+        self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
+        log_call(logging.INFO, _ATTRIBUTES, code, duration_s, self._message.request_id, self._span)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from headrace.deadline import Deadline
 from headrace.errors import (
     DrainingError,
     HeadraceError,
@@ -25,7 +24,7 @@ from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.generation.requests import complete
 from headrace_predictor.repository.repository import ModelRepository
-from headrace_predictor.steps.sequence import SequenceCall, SequenceTelemetry, StepsSequence, status_of
+from headrace_predictor.steps.sequence import SequenceTelemetry, StepsSequence
 from headrace_protos import engine_pb2, steps_pb2
 
 logger = logging.getLogger(__name__)
@@ -50,13 +49,13 @@ class TransformerSession:
         self._stopping = stopping
         self._telemetry = SequenceTelemetry()
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[RemoteEngine, EngineStream] = {}
-        self._sequences: dict[int, EngineStream] = {}  # In flight, by number.
+        self._channels: dict[RemoteEngine, int] = {}  # The session's number there.
+        self._sequences: dict[int, tuple[RemoteEngine, StepsSequence]] = {}  # In flight, by number.
         self._pending: deque[bytes] = deque()
         self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step's message has carried.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.
-        self.isolated: list[tuple[EngineStream, int]] = []
+        self._isolated: list[tuple[RemoteEngine, int]] = []
         self._send_is_due = False
         self._loads_due = True
         self._loads_at = 0.0
@@ -65,18 +64,6 @@ class TransformerSession:
         self.connection.ended.add_done_callback(self._close)
         self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
         repository.watchers.add(self._models_changed)
-
-    def put(self, step: bytes) -> None:
-        """Adds a serialized step to the next message."""
-        if not self.connection.ended.done():
-            self._pending.append(step)
-            self.send_soon()
-
-    def forget(self, number: int) -> None:
-        """The sequence has ended."""
-        self._sequences.pop(number, None)
-        if self._stopping.is_set():
-            self.send_soon()
 
     def send_soon(self) -> None:
         """Sends at the end of this turn of the event loop, as one message for all that comes in it; closes the
@@ -89,11 +76,11 @@ class TransformerSession:
         self._send_is_due = False
         if not self.connection.can_send:
             return
-        isolated, self.isolated = self.isolated, []
+        isolated, self._isolated = self._isolated, []
         if message := self._message():
             self.connection.send(message)
-        for stream, number in isolated:
-            stream.engine.report_alone(stream.channel, number)
+        for engine, number in isolated:
+            engine.report_alone(self._channels.get(engine, 0), number)
         if self._is_over():
             self.connection.close()
 
@@ -104,26 +91,25 @@ class TransformerSession:
         for submission in request.submissions:
             self._submit(submission)
         for number in request.cancelled:
-            if (stream := self._sequences.get(number)) is not None:
-                stream.cancel(number)
+            self._cancel(number)
 
     def _submit(self, serialized: bytes) -> None:
         message = steps_pb2.Submission.FromString(serialized)
         if message.number in self._sequences:
             raise InvalidRequestError(f"sequence {message.number} is in flight already")
-        call = SequenceCall(message, self._telemetry)
+        sequence = StepsSequence(message, self._telemetry)
         try:
-            self._begin(call, message, serialized)
+            self._begin(sequence, message, serialized)
         except HeadraceError as error:
             self._refuse(message.number, error)
-            call.end(status_of(error))
+            sequence.end(error)
         except Exception:
             logger.exception("request %s could not be submitted", message.request_id)
             failure = RequestFailedError("internal error")
             self._refuse(message.number, failure)
-            call.end(status_of(failure))
+            sequence.end(failure)
 
-    def _begin(self, call: SequenceCall, message: steps_pb2.Submission, serialized: bytes) -> None:
+    def _begin(self, sequence: StepsSequence, message: steps_pb2.Submission, serialized: bytes) -> None:
         """Submits a sequence to its engine; raises the HeadraceError of a refusal."""
         serving = self._repository.get(message.model)
         if self._stopping.is_set():
@@ -133,33 +119,65 @@ class TransformerSession:
             raise InvalidRequestError(f"model {message.model!r} does not generate tokens")
         if not isinstance(model.engine, RemoteEngine):
             raise NotImplementedMethodError(f"model {message.model!r} has no engine process")
-        deadline = Deadline.after(message.timeout_s if message.HasField("timeout_s") else None)
-        stream = self._stream(model.engine)
-        sequence = StepsSequence(call, serving, model, message, deadline, partial(stream.hand_back, message.number))
-        try:
-            # The concatenation of serialized messages is the serialization of their merger.
-            serialized += complete(model.loaded, message, stream.channel, deadline).SerializeToString()
-            stream.begin(message.number, sequence, serialized)
-        except Exception as error:
-            sequence.release(error)
-            raise
-        self._sequences[message.number] = stream
-        accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
+        sequence.lease(serving)
+        channel = self._channel_of(model.engine)
+        # The concatenation of serialized messages is the serialization of their merger.
+        serialized += complete(model.loaded, message, channel, sequence.deadline).SerializeToString()
+        model.engine.generate(channel, message.number, serialized, sequence.timeline)
+        sequence.begin(model, partial(self._hand_back, message.number))
+        self._sequences[message.number] = model.engine, sequence
+        accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=sequence.traceparent)
         self._pending.append(steps_pb2.Step(accepted=[accepted]).SerializeToString())
         if self._accepted is None:
             self._accepted = self._loop.call_later(_ACCEPTANCE_S, self.send_soon)
 
     def _refuse(self, number: int, error: HeadraceError) -> None:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
-        self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
+        self._put(steps_pb2.Step(ended=[ended]).SerializeToString())
 
-    def _stream(self, engine: RemoteEngine) -> "EngineStream":
-        stream = self._streams.get(engine)
-        if stream is None:
-            for other in [other for other in self._streams if other.has_ended]:
-                del self._streams[other]
-            stream = self._streams[engine] = EngineStream(self, engine)
-        return stream
+    def _cancel(self, number: int) -> None:
+        """Ends a sequence for its caller at once; the engine may still finish its current step."""
+        if (found := self._forget(number)) is not None:
+            engine, sequence = found
+            engine.cancel(self._channels[engine], number)
+            sequence.cancel()
+
+    def _hand_back(self, number: int, error: HeadraceError) -> None:
+        """Ends a sequence with `error`, at the engine and towards the transformer."""
+        if (found := self._forget(number)) is not None:
+            engine, sequence = found
+            engine.end(self._channels[engine], number)
+            self._refuse(number, error)
+            sequence.end(error)
+
+    def _forget(self, number: int) -> tuple[RemoteEngine, StepsSequence] | None:
+        """The sequence, which ends now; None if it has ended."""
+        if self._stopping.is_set():
+            self.send_soon()
+        return self._sequences.pop(number, None)
+
+    def _channel_of(self, engine: RemoteEngine) -> int:
+        if engine not in self._channels:
+            self._channels = {other: channel for other, channel in self._channels.items() if not other.has_ended}
+            self._channels[engine] = engine.open_channel(partial(self._take, engine))
+        return self._channels[engine]
+
+    def _take(
+        self, engine: RemoteEngine, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]
+    ) -> None:
+        """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
+        self._isolated += ((engine, number) for number in alone)
+        self._put(step)
+        for end in ended:
+            error = error_named(end.error, "the sequence failed") if end.error else None
+            if (found := self._forget(end.sequence.number)) is not None:
+                found[1].end(error, end.tokens)
+
+    def _put(self, step: bytes) -> None:
+        """Adds a serialized step to the next message."""
+        if not self.connection.ended.done():
+            self._pending.append(step)
+            self.send_soon()
 
     def _is_over(self) -> bool:
         if self._pending or self._sequences:
@@ -230,62 +248,7 @@ class TransformerSession:
         if self._accepted is not None:
             self._accepted.cancel()
         self._pending.clear()
-        for stream in tuple(self._streams.values()):
-            stream.close()
-
-
-class EngineStream:
-    """The sequences of a session at one engine; a StepSink."""
-
-    def __init__(self, session: TransformerSession, engine: RemoteEngine) -> None:
-        self.engine = engine
-        self.channel = engine.open_channel(self)
-        self._session = session
-        self._sequences: dict[int, StepsSequence] = {}
-        self._is_closing = False
-
-    def begin(self, number: int, sequence: StepsSequence, submission: bytes) -> None:
-        self.engine.generate(self.channel, number, submission, sequence.timeline)
-        self._sequences[number] = sequence
-        sequence.begin()
-
-    def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
-        """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
-        self._session.isolated += ((self, number) for number in alone)
-        self._session.put(step)
-        for end in ended:
-            error = error_named(end.error, "the sequence failed") if end.error else None
-            self._end(end.sequence.number, error, end.tokens)
-
-    def cancel(self, number: int) -> None:
-        """Ends a sequence for its caller at once; the engine may still finish its current step."""
-        sequence = self._sequences.pop(number, None)
-        if sequence is not None:
-            self.engine.cancel(self.channel, number)
-            self._session.forget(number)
-            sequence.cancel()
-
-    def hand_back(self, number: int, error: HeadraceError) -> None:
-        """Ends a sequence with `error`, at the engine and towards the transformer."""
-        self.engine.end(self.channel, number)
-        ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
-        self._session.put(steps_pb2.Step(ended=[ended]).SerializeToString())
-        self._end(number, error, 0)
-
-    def close(self) -> None:
-        """Cancels every sequence and closes the channel at the engine."""
-        self._is_closing = True
         for number in tuple(self._sequences):
-            self.cancel(number)
-        self._leave()
-
-    def _end(self, number: int, error: HeadraceError | None, tokens: int) -> None:
-        sequence = self._sequences.pop(number, None)
-        if sequence is not None:
-            self._session.forget(number)
-            sequence.end(error, tokens)
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._is_closing and not self._sequences:
-            self.engine.close_channel(self.channel)
+            self._cancel(number)
+        for engine, channel in self._channels.items():
+            engine.close_channel(channel)

@@ -118,7 +118,7 @@ def load_encoder(
     inputs += (TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs)
     platform, rows = "pytorch_transformers", limits.max_rows
     description = ModelDescription(platform, inputs, [output], max_batch_size=rows, parameters=parameters)
-    return EncoderModel(name, network, limits, description, settings)
+    return EncoderModel(name, network, description, settings)
 
 
 def _transformer(

@@ -4,8 +4,6 @@ One output: `logits` FP32 [B, labels] or `embedding` FP32 [B, size]; B is 1 for 
 validates requests, and a separate thread runs the batches.
 """
 
-from collections.abc import AsyncGenerator
-
 import numpy as np
 import torch
 
@@ -15,10 +13,10 @@ from headrace.oip.model_description import INPUT_IDS, ModelDescription
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_output
 from headrace_predictor.counts import RequestCounts
-from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.batching import BatchWorker
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, RowNetwork, Rows, Vectors, read_rows
+from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowNetwork, Rows, Vectors, read_rows
 from headrace_protos import inference_pb2 as pb
 
 
@@ -26,21 +24,16 @@ class EncoderModel:
     """A ServedModel; owns its thread."""
 
     def __init__(
-        self,
-        name: str,
-        network: RowNetwork,
-        limits: RowLimits,
-        description: ModelDescription,
-        settings: PredictorSettings,
+        self, name: str, network: RowNetwork, description: ModelDescription, settings: PredictorSettings
     ) -> None:
         self.name = name
         self.description = description
         self._output = description.outputs[0].name
-        self._limits = limits
+        self._limits = network.limits
         self._worker: BatchWorker[Rows, Vectors] = BatchWorker(
             name,
             network.run,
-            max_rows=limits.max_rows,
+            max_rows=network.limits.max_rows,
             max_delay_s=settings.batch_delay_ms / 1000,
             # Requests that will form the next batch do not count as waiting.
             max_waiting=settings.max_waiting + settings.batch_rows,
@@ -53,20 +46,16 @@ class EncoderModel:
     def statistics(self) -> RequestCounts:
         return self._worker.counts
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
-        vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
+        vectors = await self._run(read_rows(request, self._output, self._limits), caller.deadline)
         if not np.isfinite(vectors).all():
             raise RequestFailedError(f"the model's {self._output} of these ids has numbers that are not finite")
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         add_output(response, Tensor(self._output, "FP32", vectors))
         return response
 
-    async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        response = await self.infer(request, deadline)
+    async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
+        response = await self.infer(request, caller)
         response.parameters[FINAL].bool_param = True
         yield response
 

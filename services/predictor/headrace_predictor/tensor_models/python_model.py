@@ -40,7 +40,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from headrace.deadline import Deadline
 from headrace.errors import (
     HeadraceError,
     HopBrokenError,
@@ -57,7 +56,7 @@ from headrace.oip.tensors import BYTES, Array, RawTensor, add_output, add_raw_ou
 from headrace.python_tensors import BadResultError, Response, as_mapping, as_tensor, write_response_parameters
 from headrace_predictor.counts import Outcome, RequestCounts
 from headrace_predictor.engine.interface import EngineDeadError
-from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
 from headrace_predictor.tensor_models.loop_thread import Channel, LoopThread, Mailbox, ReaderLeftError
 from headrace_predictor.tensor_models.python_code import PythonCode
 from headrace_protos import inference_pb2 as pb
@@ -150,9 +149,7 @@ class PythonModel:
         )
         logger.info("model %s: %s of %s", name, "a generator" if self._code.streams else "a function", folder)
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         answer = None
         async with aclosing(self._answers(request)) as answers:
             async for response, _ in answers:
@@ -165,9 +162,7 @@ class PythonModel:
             return pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         return answer
 
-    async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
         async with aclosing(self._answers(request)) as answers:
             async for response, last in answers:
                 # A function returns one response; whether it has returned by now depends on thread timing.

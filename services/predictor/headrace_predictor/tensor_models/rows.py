@@ -142,7 +142,7 @@ class RowNetwork:
     ) -> None:
         # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
         self.pads_rows = limits.end_id is None
-        self._limits = limits
+        self.limits = limits
         self._scaling = scaling
         self._compute = compute
         self._device = device
@@ -152,13 +152,13 @@ class RowNetwork:
         """Returns the vectors [rows, size] of each request."""
         if not self.pads_rows or self._differ_in_stage(requests):
             return [np.concatenate([self._forward(row) for row in _single_rows(rows)]) for rows in requests]
-        vectors = self._forward(pad(requests, self._limits.pad_id))
+        vectors = self._forward(pad(requests, self.limits.pad_id))
         ends = np.cumsum([len(rows[INPUT_IDS]) for rows in requests])
         return np.split(vectors, ends[:-1])
 
     def prove(self) -> int:
         """Decides whether rows can be padded; returns the size of a vector."""
-        limits = self._limits
+        limits = self.limits
         special = limits.pad_id, limits.end_id
         ids = np.array([i for i in range(_LENGTHS[-1] + 2) if i not in special], dtype=np.int64)
         rows = [np.roll(ids, length)[: min(length, limits.max_length)] % limits.vocabulary_size for length in _LENGTHS]
