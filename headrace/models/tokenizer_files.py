@@ -14,7 +14,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,21 @@ def own_eos_id(folder: Path) -> int | None:
         return None
 
 
-def _read(path: Path, contents: bytes) -> Tokenizer:
+@contextmanager
+def tokenizer_errors(what: object, raised: type[Exception] = ValueError) -> Iterator[None]:
+    """Raises an error of that type, of one line, for what tokenizers raises while it reads `what`."""
     try:
-        return Tokenizer.from_buffer(contents)
+        yield
     except BaseException as error:
         # tokenizers raises bare Exceptions, and PanicException, which is none.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{path} cannot be read: {_one_line(error)}") from None
+        raise raised(f"{what} cannot be read: {_one_line(error)}") from None
+
+
+def _read(path: Path, contents: bytes) -> Tokenizer:
+    with tokenizer_errors(path):
+        return Tokenizer.from_buffer(contents)
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:

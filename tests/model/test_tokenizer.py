@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import models
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError, StartupError
@@ -74,6 +75,17 @@ async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(storyteller)
 
 async def test_any_text_can_be_a_prompt(storyteller):
     assert await storyteller.encode("🦄 東京 \x00 \ud800".encode("utf-8", "replace").decode(), 1000)
+
+
+@pytest.mark.parametrize("length", [1, 9000])
+async def test_a_text_that_the_tokenizer_cannot_read_is_refused(pool, length):
+    model = TextTokenizer("known words only", MODELS / "storyteller", pool)
+    model.backend.model = models.Unigram([("a", 0.0)], unk_id=None)
+    assert await model.encode("a" * length, 10_000, add_special_tokens=False)
+    calls = [model.encode("b" * length, 10_000), model.row(["b" * length], 10_000), model.bad_word_ids(["b" * length])]
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match=r"cannot be read: .*unk_id"):
+            await call
 
 
 def test_the_chat_template_writes_the_roles(storyteller):

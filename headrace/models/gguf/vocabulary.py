@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.models.gguf.reader import GGUF
+from headrace.models.tokenizer_files import tokenizer_errors
 
 _SPACE = "\u2581"
 _UNREACHABLE = "\ue000"  # Begins what stands for tokens that no text has.
@@ -151,13 +152,8 @@ class Vocabulary:
         make = makers.get(self._kind)
         if make is None:
             raise ValueError(f"{self._file.path}: its tokenizer is of the kind {self._kind[:64]!r}, which is not known")
-        try:
+        with tokenizer_errors(f"{self._file.path}: the vocabulary"):
             made = make()
-        except BaseException as error:
-            # tokenizers raises bare Exceptions, and PanicException, which is none.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"{self._file.path}: the vocabulary cannot be read: {str(error)[:256]}") from None
         self._add_tokens(made)
         return made.to_str()
 
