@@ -112,6 +112,13 @@ def test_a_template_of_images_gets_texts_in_the_form_that_it_writes(pool, templa
     assert chat_prompt(images, messages[:3], 99, {"continue_final_message": True}).endswith("assistant:a")
 
 
+@pytest.mark.parametrize(("trims", "end"), [("", "It is "), ("| trim", "It is")])
+def test_an_answer_continues_behind_the_space_that_the_template_leaves(pool, trims, end):
+    model = TextTokenizer("trims", MODELS / "storyteller", pool)
+    moody_like(model, "{% for m in messages %}{{ m.role }}:{{ m.content " + trims + " }}</s>{% endfor %}")
+    assert chat_prompt(model, [("assistant", "It is ")], 99, {"continue_final_message": True}) == f"assistant:{end}"
+
+
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
         chat_prompt(storyteller, [("robot", "beep")], 1024)
