@@ -136,6 +136,10 @@ end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
+  if headers:get(":path") == nil then -- CONNECT has none.
+    handle:respond({ [":status"] = "404" }, '{"error":"unknown path or method"}')
+    return
+  end
   local is_grpc = (headers:get("content-type") or ""):find("^application/grpc") ~= nil
   local path, is_head
   if not is_grpc then

@@ -94,20 +94,24 @@ def own_eos_id(folder: Path) -> int | None:
         return None
 
 
-def _read(path: Path, contents: bytes) -> Tokenizer:
-    with readable(str(path)):
-        return Tokenizer.from_buffer(contents)
-
-
 @contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Makes ValueError of what tokenizers raises in the block: bare Exceptions, and PanicException, which is none."""
+def tokenizer_errors(what: object, raised: type[Exception] = ValueError) -> Iterator[None]:
+    """Raises an error of that type, of one line, for what tokenizers raises while it reads `what`.
+
+    That is bare Exceptions, and PanicException, which is none.
+    """
     try:
         yield
     except BaseException as error:
+        # tokenizers raises bare Exceptions, and PanicException, which is none.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what} cannot be read: {_one_line(error)}") from None
+        raise raised(f"{what} cannot be read: {_one_line(error)}") from None
+
+
+def _read(path: Path, contents: bytes) -> Tokenizer:
+    with tokenizer_errors(path):
+        return Tokenizer.from_buffer(contents)
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:

@@ -137,6 +137,20 @@ async def test_a_form_is_not_bound_by_forced_tokens(saved):
         (folder / "tokenizer.json").unlink()
 
 
+async def test_an_end_token_that_the_model_cannot_choose_has_no_effect(saved):
+    folder, _ = saved("llama")
+    shutil.copy(TOKENIZER, folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')  # Behind the model's vocabulary.
+    loaded = load(folder, eos_token_id=[2, -1])
+    try:
+        for form in ("", '{"regex": "a{9}"}'):
+            assert len(await answer(loaded, PROMPTS[0], structured_outputs=form, min_tokens=2, max_tokens=3)) == 3
+    finally:
+        loaded.engine.close()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).unlink()
+
+
 def test_what_is_not_honoured_is_logged_and_shown(saved, caplog):
     folder, _ = saved("bart")
     with caplog.at_level(logging.WARNING):

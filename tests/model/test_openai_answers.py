@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from headrace.oip.prompt_scores import read_prompt
 from headrace_protos.headrace_pb2 import Usage
+from headrace_protos.steps_pb2 import PromptScores
 from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, usage_of
 from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
 from headrace_transformer.generation.chunks import joined
@@ -95,6 +97,25 @@ def test_offsets_continue_across_the_chunks_of_each_choice(tokenizer, model):
     assert (first["logprobs"]["text_offset"], first["logprobs"]["top_logprobs"]) == ([0], [{"Once": -1.0}])
     assert written.chunk(1, chunk("Once", [once]), True)["logprobs"]["text_offset"] == [0]
     assert written.chunk(0, chunk(" upon", [upon]), False)["logprobs"]["text_offset"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("skips", "text", "offsets"), [(True, "Once upon", [0, 4, 4]), (False, "Once</s> upon", [0, 4, 8])]
+)
+def test_offsets_count_special_tokens_where_they_are_text(tokenizer, model, skips, text, offsets):
+    once, upon = ids_of(tokenizer, "Once upon")
+    ids = [once, tokenizer.backend.token_to_id("</s>"), upon]
+    whole = text_chunk(text, ids, "length", model=model, logprobs=[-1.0] * 3)
+    choice = completion(logprobs=0, skip_special_tokens=skips).whole(0, whole)
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
+def test_offsets_count_the_special_tokens_that_an_echoed_prompt_names(tokenizer, model):
+    ids = tokenizer.backend.encode("</s>🦄").ids
+    scores = read_prompt(PromptScores(chosen=[-1.0] * (len(ids) - 1)), 0)
+    made = text_chunk("", [], "length", model=model, prompt_ids=ids, prompt=scores)
+    offsets = completion("</s>🦄", echo=True, logprobs=0).whole(0, made)["logprobs"]["text_offset"]
+    assert offsets[:3] == [0, 0, 4]
 
 
 def test_log_probabilities_of_a_message(tokenizer, model):

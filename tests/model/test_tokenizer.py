@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import models
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError, StartupError
@@ -76,6 +77,17 @@ async def test_any_text_can_be_a_prompt(storyteller):
     assert await storyteller.encode("🦄 東京 \x00 \ud800".encode("utf-8", "replace").decode(), 1000)
 
 
+@pytest.mark.parametrize("length", [1, 9000])
+async def test_a_text_that_the_tokenizer_cannot_read_is_refused(pool, length):
+    model = TextTokenizer("known words only", MODELS / "storyteller", pool)
+    model.backend.model = models.Unigram([("a", 0.0)], unk_id=None)
+    assert await model.encode("a" * length, 10_000, add_special_tokens=False)
+    calls = [model.encode("b" * length, 10_000), model.row(["b" * length], 10_000), model.bad_word_ids(["b" * length])]
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match=r"cannot be read: .*unk_id"):
+            await call
+
+
 def test_the_chat_template_writes_the_roles(storyteller):
     text = chat_prompt(storyteller, [("user", "Tell me a story about a fox.")], 1024)
     assert text.startswith("<s><|user|>Tell me a story about a fox.")
@@ -98,6 +110,13 @@ def test_a_template_of_images_gets_texts_in_the_form_that_it_writes(pool, templa
     images = moody_like(TextTokenizer("images", MODELS / "storyteller", pool), template)
     assert chat_prompt(images, messages, 99) == "system:be kind; user:a fox; assistant:a; user:; "
     assert chat_prompt(images, messages[:3], 99, {"continue_final_message": True}).endswith("assistant:a")
+
+
+@pytest.mark.parametrize(("trims", "end"), [("", "It is "), ("| trim", "It is")])
+def test_an_answer_continues_behind_the_space_that_the_template_leaves(pool, trims, end):
+    model = TextTokenizer("trims", MODELS / "storyteller", pool)
+    moody_like(model, "{% for m in messages %}{{ m.role }}:{{ m.content " + trims + " }}</s>{% endfor %}")
+    assert chat_prompt(model, [("assistant", "It is ")], 99, {"continue_final_message": True}) == f"assistant:{end}"
 
 
 def test_messages_that_the_template_refuses_are_refused(storyteller):

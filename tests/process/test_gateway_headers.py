@@ -68,6 +68,13 @@ async def test_a_malformed_deadline_is_refused_by_the_gateway(gateway: Gateway) 
             assert (await call(address, GRPC, ("grpc-timeout", value))).grpc_status != "3"
 
 
+async def test_a_tunnel_is_refused_at_once(gateway: Gateway) -> None:
+    for content_type in (GRPC, "text/plain"):
+        fields = (("host", "gateway:80"), ("content-type", content_type))
+        refused = await asyncio.to_thread(raw_request, gateway.address, "CONNECT", "gateway:80", fields, b"")
+        assert refused.status == 404
+
+
 @pytest.mark.parametrize("name", TIMEOUTS)
 async def test_a_malformed_timeout_is_refused_of_grpc_as_of_rest(gateway: Gateway, name: str) -> None:
     for value in NO_MILLISECONDS:

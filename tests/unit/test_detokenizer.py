@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from headrace_transformer.generation.chunks import Assembler, Origin
 from headrace_transformer.predictors.tokens import TokenChunk
@@ -137,6 +137,20 @@ def test_a_prompt_whose_end_is_written_in_bytes_does_not_damage_the_answer():
     # Its last six ids begin in the middle of a character.
     prompt = ids_of(BYTE_FALLBACK, *2 * ("<0xE2>", "<0x9C>", "<0x93>"), "<0x0A>")
     assert "".join(stream(BYTE_FALLBACK, ids_of(BYTE_FALLBACK, "<0x0A>", "fox"), prompt_ids=prompt)) == "\nfox"
+
+
+def test_a_prompt_that_ends_with_special_tokens_does_not_change_the_answer():
+    word, unknown = ids_of(METASPACE, "▁a", "<unk>")
+    assert "".join(stream(METASPACE, [word], prompt_ids=[word, *[unknown] * 9])) == " a"
+    assert "".join(stream(METASPACE, [word], prompt_ids=[unknown] * 9)) == "a"
+
+
+def test_special_tokens_are_written_as_they_are_declared():
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = normalizers.Prepend("▁")
+    tokenizer.add_special_tokens([AddedToken("<end>", normalized=True)])
+    assert tokenizer.id_to_token(tokenizer.token_to_id("<end>")) == "▁<end>"
+    assert Decoder(tokenizer).special_texts[tokenizer.token_to_id("<end>")] == "<end>"
 
 
 def test_ids_outside_of_the_vocabulary_have_no_text():

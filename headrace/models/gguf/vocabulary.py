@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.models.gguf.reader import GGUF
-from headrace.models.tokenizer_files import readable
+from headrace.models.tokenizer_files import tokenizer_errors
 
 _SPACE = "\u2581"
 _UNREACHABLE = "\ue000"  # Begins what stands for tokens that no text has.
@@ -152,7 +152,7 @@ class Vocabulary:
         make = makers.get(self._kind)
         if make is None:
             raise ValueError(f"{self._file.path}: its tokenizer is of the kind {self._kind[:64]!r}, which is not known")
-        with readable(f"{self._file.path}: the vocabulary"):
+        with tokenizer_errors(f"{self._file.path}: the vocabulary"):
             made = make()
         self._add_tokens(made)
         return made.to_str()

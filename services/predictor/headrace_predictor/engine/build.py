@@ -61,7 +61,8 @@ def build_engine(
 ) -> ContinuousBatchingEngine:
     """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py.
 
-    Without `eos_ids` the model's own are the end tokens. For `kept_at` see `packed_file`.
+    Without `eos_ids` the model's own are the end tokens; a tokenizer may have one that the model cannot choose. For
+    `kept_at` see `packed_file`.
     """
     shape = cache_shape(model)
     with torch.inference_mode():
@@ -75,6 +76,7 @@ def build_engine(
         "own_context_length": str(own_context),
     }
     vocabulary = model.get_input_embeddings().num_embeddings
+    ends = end_ids_of(model.generation_config.eos_token_id) if eos_ids is None else eos_ids
     format_ = weight_format(name, model, settings.weights)
     read_weights(model, proven_layers(model) if format_ == GROUPED else None)
     quantised = None
@@ -113,7 +115,7 @@ def build_engine(
         scheduler,
         PrefillPace(settings.max_gap_ms / 1000),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
-        end_ids_of(model.generation_config.eos_token_id) if eos_ids is None else eos_ids,
+        {token_id for token_id in ends if 0 <= token_id < vocabulary},
         settings.step_timeout,
         flush,
         grammars,

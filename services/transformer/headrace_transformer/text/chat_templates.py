@@ -84,14 +84,15 @@ def rendered(
     """The prompt that a template makes of messages and a JSON list of tools, as in transformers; raises
     InvalidRequestError.
 
-    With `continue_final_message` among the variables it ends with the content of the last message.
+    With `continue_final_message` among the variables it ends with the content of the last message, without white space
+    at its end if the template trims contents.
     """
     with refusals(model):
         conversation = [_plain(message) for message in conversation_of(messages)]
         options = {"add_generation_prompt": True, **variables}
         is_continued = options.pop("continue_final_message", False) and conversation
         if is_continued:
-            conversation[-1]["content"] += _END
+            conversation[-1]["content"] += _END + " "
         listed = orjson.loads(tools) if tools else None
         given = {"tools": listed, "documents": None, **options}
         for message in conversation:
@@ -101,9 +102,12 @@ def rendered(
             text = _compiled(template).render(messages=conversation, **given)
         except _ERRORS:
             text = _compiled(template).render(messages=_loosened(conversation), **given)
-        if is_continued and _END not in text:
+        if not is_continued:
+            return text
+        begun, end, behind = text.rpartition(_END)
+        if not end:
             raise ValueError("the last message is not in the prompt as it is, so it cannot be continued")
-        return text.rpartition(_END)[0] if is_continued else text
+        return begun if behind.startswith(" ") else begun.rstrip()
 
 
 @lru_cache(maxsize=256)

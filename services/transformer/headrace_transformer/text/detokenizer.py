@@ -15,7 +15,6 @@ the same way: that text is kept, and such ids are not decoded again. Two kinds o
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -118,8 +117,8 @@ class Decoder:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._added = frozenset(added)
-        # Ids that never have text.
-        self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        # All special tokens, by id. `id_to_token` would write them as the normalizer does.
+        self.special_texts: Mapping[int, str] = {id: token.content for id, token in added.items() if token.special}
         self._end = max(vocabulary.values(), default=-1) + 1
         self.fallback: frozenset[int] = frozenset()
         if b'"ByteFallback"' in (backend.decoder.__getstate__() if backend.decoder else b""):
@@ -129,17 +128,12 @@ class Decoder:
 
     def skips(self, token_id: int) -> bool:
         """Whether the id has no text: a special token, or an id outside of the vocabulary."""
-        return token_id in self._skipped or not 0 <= token_id < self._end
-
-    @cached_property
-    def special_texts(self) -> Mapping[int, str]:
-        """All special tokens, by id."""
-        return {token_id: self._backend.id_to_token(token_id) for token_id in self._skipped}
+        return token_id in self.special_texts or not 0 <= token_id < self._end
 
     def special_ids(self, marks: Iterable[str]) -> dict[int, str]:
         """Those of the marks that are special tokens, by id."""
         ids = ((self._backend.token_to_id(mark), mark) for mark in marks)
-        return {token_id: mark for token_id, mark in ids if token_id in self._skipped}
+        return {token_id: mark for token_id, mark in ids if token_id in self.special_texts}
 
     def grammar_ids(self, marks: Iterable[str]) -> dict[str, int]:
         """The ids of those marks that a grammar of llguidance must name by id: its strings match no special token.
@@ -150,7 +144,8 @@ class Decoder:
         return {
             mark: token_id
             for mark, token_id in ids
-            if token_id in self._skipped or (token_id in self._added and mark.startswith("<") and mark.endswith(">"))
+            if token_id in self.special_texts
+            or (token_id in self._added and mark.startswith("<") and mark.endswith(">"))
         }
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -195,7 +190,7 @@ class Detokenizer:
     are not left out. With `includes_stop` the text ends with the stop string, not before it.
     """
 
-    _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
+    _CONTEXT = 6  # Ids of the prompt, of which one has text, that decide how the output's first id is written.
     # At most so many ids are kept without certain text. An unfinished character of UTF-8 is in the last three.
     _MAX_UNCERTAIN, _UNCERTAIN_CONTEXT = 64, 8
 
@@ -215,7 +210,7 @@ class Detokenizer:
         start = max(0, len(prompt_ids) - self._CONTEXT)
         # The decoder joins a whole run of byte-fallback ids; from its middle they would be no characters.
         first = max(0, start - self._MAX_UNCERTAIN)
-        while first < start and prompt_ids[start] in decoder.fallback:
+        while first < start and (prompt_ids[start] in decoder.fallback or all(map(decoder.skips, prompt_ids[start:]))):
             start -= 1
         self._ids = list(prompt_ids[start:])
         self._passed_ids = len(self._ids)

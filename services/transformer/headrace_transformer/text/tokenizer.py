@@ -23,7 +23,7 @@ import orjson
 from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, StartupError, TooLargeError
 from headrace.models.sentence_files import SentenceFiles
-from headrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
+from headrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer, tokenizer_errors
 from headrace.oip.model_description import TOKEN_TYPE_IDS
 from headrace_transformer.processes.body_processes import SLOW_TEMPLATES, TEMPLATES, BodyProcesses
 from headrace_transformer.text.answer_parser import AnswerSyntax, syntax_of
@@ -83,12 +83,13 @@ class TextTokenizer:
         return ids
 
     async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The text's ids, however many."""
-        if _bytes_of(text) <= _INLINE_BYTES:
-            encoded = self.backend.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            encode = partial(self.backend.encode_batch, [text], add_special_tokens=add_special_tokens)
-            (encoded,) = await self._on_thread(encode)
+        """The text's ids, however many; raises InvalidRequestError for a text that the tokenizer cannot read."""
+        with tokenizer_errors("the prompt", InvalidRequestError):
+            if _bytes_of(text) <= _INLINE_BYTES:
+                encoded = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encode = partial(self.backend.encode_batch, [text], add_special_tokens=add_special_tokens)
+                (encoded,) = await self._on_thread(encode)
         ids: list[int] = encoded.ids
         return ids
 
@@ -109,7 +110,8 @@ class TextTokenizer:
         return encoded.ids, encoded.type_ids
 
     def _encode_row(self, texts: Sequence[str], max_tokens: int, cut_side: str | None, add_special_tokens: bool) -> Any:
-        parts = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        with tokenizer_errors("the text", InvalidRequestError):
+            parts = self.backend.encode_batch(list(texts), add_special_tokens=False)
         if cut_side is not None:
             special = self.backend.num_special_tokens_to_add(len(texts) == 2) if add_special_tokens else 0
             if special > max_tokens:
@@ -141,7 +143,8 @@ class TextTokenizer:
     async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
         texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
-        encoded = await self._on_thread(partial(self.backend.encode_batch, texts, add_special_tokens=False))
+        with tokenizer_errors("bad_words", InvalidRequestError):
+            encoded = await self._on_thread(partial(self.backend.encode_batch, texts, add_special_tokens=False))
         return [list(ids) for ids in dict.fromkeys(tuple(one.ids) for one in encoded) if ids]
 
     async def strings(self, ids: Sequence[int]) -> list[str | None]:

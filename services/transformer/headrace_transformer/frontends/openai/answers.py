@@ -70,6 +70,7 @@ class CompletionFormat(Format):
         super().__init__(request)
         self._echoed = request.prompt if request.echo else []
         self._n = request.n
+        self._writes_special = not request.skip_special_tokens
         self._has_scores = request.logprobs is not None
         self._lengths: dict[int, int] = {}  # Characters of a choice so far.
 
@@ -100,7 +101,7 @@ class CompletionFormat(Format):
             values += [None, *scores.chosen.tolist()]
             likeliest = zip(scores.top_ids.tolist(), scores.top.tolist(), strict=True)
             tops += [(), *(list(zip(*place, strict=True)) for place in likeliest)]
-        prompt_tokens = len(ids)
+        prompt_tokens, echo = len(ids), self._echo(index, chunk) if ids else ""
         ids += made.token_ids
         values += made.logprobs
         tops += made.top_logprobs or [()] * len(made.token_ids)
@@ -109,8 +110,10 @@ class CompletionFormat(Format):
         offsets, length = [], self._lengths.get(index, 0)
         for number, (token_id, piece) in enumerate(zip(ids, pieces, strict=True)):
             offsets.append(length)
-            # The tokenizer's own tokens, such as what begins a text, have no part in an echoed prompt.
-            if number >= prompt_tokens or not tokenizer.decoder.skips(token_id):
+            # In an echo a special token is part of the caller's text, or the tokenizer's own, such as the first one.
+            special = tokenizer.decoder.special_texts.get(token_id)
+            has_text = echo.startswith(special or "", length) if number < prompt_tokens else self._writes_special
+            if special is None or has_text:
                 length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
         self._lengths[index] = length
         names_ids = self._names_ids
