@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 _MAX_CHARS = 500
 
 
-async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 60.0) -> None:
     """Returns once `condition()`, which may be a coroutine, holds; fails the test after `timeout_s`.
 
     The failure has the condition's source, its last value and the variables that it reads.

@@ -41,8 +41,8 @@ async def run_a_load(page: str) -> None:
         streams = {row["row"] for row in figures["rows"]}
         return streams >= {"Generate", "chat/completions"} and any(point["running"] for point in figures["course"])
 
-    await until(every_row_has_samples, timeout_s=60)
-    await until(every_figure_is_there, timeout_s=60)
+    await until(every_row_has_samples)
+    await until(every_figure_is_there)
     assert json.loads(fetch(f"{page}/stop", [("stop", "1")]))["success"]
     assert {name: row["num_failures"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
     assert figures["predictors"], "the gateway reports their state"
@@ -73,4 +73,4 @@ async def test_the_collector_has_spans_of_every_hop(stack):
     async def all_seen():
         return hops <= set(json.loads(await asyncio.to_thread(fetch, f"{stack.jaeger_page}/api/services"))["data"])
 
-    await until(all_seen, timeout_s=60)
+    await until(all_seen)

@@ -29,7 +29,7 @@ async def test_replicas_share_the_work_and_one_may_die(stack):
                 return min(await served()) >= 20
 
             with stack.timed("until each of two replicas has served 20 calls"):
-                await until(all_serve, timeout_s=60)
+                await until(all_serve)
             if os.geteuid() != 0:
                 pytest.skip("only root may kill -9 a container's process")
             counted = len(seen.outcomes)
@@ -37,7 +37,7 @@ async def test_replicas_share_the_work_and_one_may_die(stack):
                 await until(replicas[0].kill_9(), timeout_s=120)
             # The other one served meanwhile, and the restarted one takes its share again.
             assert len(seen.outcomes) > counted + 100
-            await until(all_serve, timeout_s=60)
+            await until(all_serve)
         assert not seen.errors(*kinds), [(o.kind.name, o.error) for o in seen.errors(*kinds)]
         print(f"{len(seen.outcomes)} unary calls, no error; served by the two: {await served()}")
     finally:

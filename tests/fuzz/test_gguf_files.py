@@ -76,7 +76,7 @@ def test_damaged_files_cost_little(kind, whole, tmp_path, monkeypatch):
     for number in range(FILES):
         path = tmp_path / f"{number}.gguf"
         path.write_bytes(damaged(whole, kind, randomness))
-        begin = time.monotonic()
+        begin = time.process_time()
         text = f"{number}"
         try:
             gguf_folder(path)
@@ -84,7 +84,7 @@ def test_damaged_files_cost_little(kind, whole, tmp_path, monkeypatch):
             refused, text = refused + 1, str(error)
         assert f"{number}" in text
         assert len(text.splitlines()) == 1
-        assert time.monotonic() - begin < _SLOWEST_S
+        assert time.process_time() - begin < _SLOWEST_S
         path.unlink()
     assert refused or kind in ("bit", "word")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < _MEMORY + len(whole) // 1024

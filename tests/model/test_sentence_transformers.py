@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer import modules as parts
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -30,6 +27,7 @@ from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import read_text
 from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.random_encoders import FAMILIES, TEXTS, WORDS, save_random_type, save_words_tokenizer
+from tests.support.lazy import library, parts
 
 PAIRS = [("a fox", text) for text in TEXTS]
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -108,7 +106,7 @@ def embedder(tmp_path, kind="bert", pooling="mean", more=(), transformer=None, *
     save_words_tokenizer(tmp_path / "inner", *WORDS)
     first = parts.Transformer(str(tmp_path / "inner"), **(transformer or {}))
     modules = [first, parts.Pooling(32, pooling), *more]
-    return saved(SentenceTransformer(modules=modules, device="cpu", **options), tmp_path / "m"), tmp_path / "m"
+    return saved(library.SentenceTransformer(modules=modules, device="cpu", **options), tmp_path / "m"), tmp_path / "m"
 
 
 async def check_embeddings(model, served, **options):
@@ -146,14 +144,14 @@ async def test_vectors_of_every_family(tmp_path, serve, family):
 async def test_a_folder_of_transformers_alone_is_read_with_the_same_defaults(tmp_path, serve, kind):
     save_random_type(kind, tmp_path)
     tokenizer = save_words_tokenizer(tmp_path, *WORDS, "user")
-    await check_embeddings(SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
+    await check_embeddings(library.SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
     tokenizer.chat_template = FLAT
     tokenizer.save_pretrained(tmp_path)
-    await check_embeddings(SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
+    await check_embeddings(library.SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
 
 
 FLAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
-ALL = list(parts.Pooling.POOLING_MODES)
+WAYS = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
 
 
 def random_dense(**options):
@@ -162,21 +160,22 @@ def random_dense(**options):
 
 
 STACKS = {
-    **{way: {"pooling": way} for way in ALL},
-    "several": {"pooling": ["mean", "cls", "lasttoken"]},
-    "dense": {"more": [random_dense(), parts.Normalize()]},
-    "gelu": {"more": [random_dense(bias=False, activation_function=torch.nn.GELU(), use_residual=True)]},
-    "two dense": {"more": [random_dense(activation_function=None), parts.Dense(16, 24), parts.Normalize()]},
-    "layer norm": {"more": [parts.LayerNorm(32), parts.Dropout(0.5)]},
-    "truncated": {"more": [parts.Normalize()], "truncate_dim": 8},
-    "short": {"transformer": {"max_seq_length": 9}},
-    "lower case": {"transformer": {"do_lower_case": True}},
+    **{way: lambda way=way: {"pooling": way} for way in WAYS},
+    "several": lambda: {"pooling": ["mean", "cls", "lasttoken"]},
+    "dense": lambda: {"more": [random_dense(), parts.Normalize()]},
+    "gelu": lambda: {"more": [random_dense(bias=False, activation_function=torch.nn.GELU(), use_residual=True)]},
+    "two dense": lambda: {"more": [random_dense(activation_function=None), parts.Dense(16, 24), parts.Normalize()]},
+    "layer norm": lambda: {"more": [parts.LayerNorm(32), parts.Dropout(0.5)]},
+    "truncated": lambda: {"more": [parts.Normalize()], "truncate_dim": 8},
+    "short": lambda: {"transformer": {"max_seq_length": 9}},
+    "lower case": lambda: {"transformer": {"do_lower_case": True}},
 }
 
 
 @pytest.mark.parametrize("stack", STACKS)
 async def test_vectors_of_every_module(tmp_path, serve, stack):
-    model, folder = embedder(tmp_path, **STACKS[stack])
+    assert set(WAYS) == set(parts.Pooling.POOLING_MODES)
+    model, folder = embedder(tmp_path, **STACKS[stack]())
     served = serve(folder)
     texts = ["The FOX sat", *TEXTS]
     wanted = model.encode(texts)
@@ -194,7 +193,7 @@ async def test_texts_beyond_the_model_are_refused_or_cut_as_sentence_transformer
     np.testing.assert_allclose(await served.embed(TEXTS, cut=5), model.encode(TEXTS), **TOLERANCE)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"truncation_side": "left"}))
-    left = SentenceTransformer(str(folder), device="cpu")
+    left = library.SentenceTransformer(str(folder), device="cpu")
     np.testing.assert_allclose(await serve(folder).embed(TEXTS, cut=-1), left.encode(TEXTS), **TOLERANCE)
     with pytest.raises(InvalidRequestError, match="1 tokens have no room for the model's 2 special tokens"):
         await served.embed(TEXTS, cut=1)
@@ -215,7 +214,7 @@ async def test_a_transformer_in_a_folder_of_its_own_with_files_of_an_earlier_ver
     (folder / "modules.json").write_text(json.dumps(changed))
     flags = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
-    model = SentenceTransformer(str(folder), device="cpu")
+    model = library.SentenceTransformer(str(folder), device="cpu")
     texts = ["The FOX sat", *TEXTS]
     np.testing.assert_allclose(await serve(folder).embed(texts, cut=-1), model.encode(texts), **TOLERANCE)
 
@@ -251,7 +250,7 @@ async def test_prompts(tmp_path, serve):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in ("mean", "lasttoken") else pytest.mark.full) for way in ALL]
+    "way", [pytest.param(way, marks=() if way in ("mean", "lasttoken") else pytest.mark.full) for way in WAYS]
 )
 async def test_tokens_of_a_prompt_that_are_not_pooled(tmp_path, serve, way):
     model, folder = embedder(tmp_path, pooling=way, prompts=PROMPTS, default_prompt_name="task")
@@ -273,7 +272,7 @@ async def test_texts_go_into_a_chat_template_where_sentence_transformers_puts_th
     tokenizer.save_pretrained(tmp_path / "inner")
     modules = [parts.Transformer(str(tmp_path / "inner")), parts.Pooling(32, "lasttoken")]
     options = {"prompts": PROMPTS, "device": "cpu"}
-    model = saved(SentenceTransformer(modules=modules, **options), tmp_path / "m")
+    model = saved(library.SentenceTransformer(modules=modules, **options), tmp_path / "m")
     served = serve(tmp_path / "m")
     await check_embeddings(model, served)
     await check_embeddings(model, served, prompt_name="task")
@@ -288,21 +287,21 @@ async def test_static_embeddings(tmp_path, serve, is_quantized):
     weights = torch.randn(backend.get_vocab_size(), 12)
     modules = [parts.StaticEmbedding(backend, embedding_weights=weights), parts.Normalize()]
     folder = tmp_path / "m"
-    model = saved(SentenceTransformer(modules=modules, device="cpu"), folder)
+    model = saved(library.SentenceTransformer(modules=modules, device="cpu"), folder)
     if is_quantized:  # As model2vec saves one.
         from safetensors.torch import save_file
 
         (file,) = folder.rglob("model.safetensors")
         mapping = torch.arange(len(weights)) // 2
         save_file({"embeddings": weights[:9], "mapping": mapping, "weights": torch.rand(len(weights))}, file)
-        model = SentenceTransformer(str(folder), device="cpu")
+        model = library.SentenceTransformer(str(folder), device="cpu")
     await check_embeddings(model, serve(folder))
 
 
 def cross_encoder(tmp_path, kind, **options):
     save_random_type(kind, tmp_path / "inner", AutoModelForSequenceClassification, id2label={0: "LABEL_0"})
     save_words_tokenizer(tmp_path / "inner", *WORDS)
-    return saved(CrossEncoder(str(tmp_path / "inner"), device="cpu", **options), tmp_path / "m"), tmp_path / "m"
+    return saved(library.CrossEncoder(str(tmp_path / "inner"), device="cpu", **options), tmp_path / "m"), tmp_path / "m"
 
 
 @pytest.mark.parametrize("family", [*each("scores")])
@@ -319,7 +318,7 @@ async def test_scores_of_every_family(tmp_path, serve, family):
     for place in [folder] if kind == "qwen2" else [folder, tmp_path / "inner"]:
         served = serve(place)
         assert served.model.description.parameters["kind"] == "classification"
-        expected = CrossEncoder(str(place), device="cpu").predict(PAIRS, batch_size=1)[:, None]
+        expected = library.CrossEncoder(str(place), device="cpu").predict(PAIRS, batch_size=1)[:, None]
         np.testing.assert_allclose(await served.scores(PAIRS), expected, **TOLERANCE)
         np.testing.assert_allclose(await served.scores(PAIRS[:1]), expected[:1], **TOLERANCE)
     # The class of the configuration decides where no file names the type of the model.
@@ -331,10 +330,10 @@ async def test_scores_of_every_family(tmp_path, serve, family):
 async def test_a_classifiers_chat_template_is_used_where_it_carries_a_pair(tmp_path, serve, template):
     save_random_type("qwen3", tmp_path, AutoModelForSequenceClassification, id2label={0: "LABEL_0"})
     tokenizer = save_words_tokenizer(tmp_path, *WORDS)
-    plain = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
+    plain = library.CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
-    model = CrossEncoder(str(tmp_path), device="cpu")
+    model = library.CrossEncoder(str(tmp_path), device="cpu")
     if template is FLAT:
         wanted = model.predict(PAIRS)
         assert np.abs(wanted - plain).max() > 0.01
@@ -364,8 +363,10 @@ async def test_scores_of_a_reranker_that_generates_in_its_chat_template(tmp_path
         "transformer_task": "text-generation",
         "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
     }
-    modules = [parts.Transformer(str(tmp_path / "inner"), **options), LogitScore(7, 11)]
-    model = CrossEncoder(modules=modules, device="cpu", prompts={"task": "task a"}, activation_fn=torch.nn.Sigmoid())
+    modules = [parts.Transformer(str(tmp_path / "inner"), **options), library.cross_encoder.modules.LogitScore(7, 11)]
+    model = library.CrossEncoder(
+        modules=modules, device="cpu", prompts={"task": "task a"}, activation_fn=torch.nn.Sigmoid()
+    )
     model = saved(model, tmp_path / "m")
     served = serve(tmp_path / "m")
     for name in (None, "task"):
@@ -392,10 +393,7 @@ REFUSALS = {
     "an unknown module": (lambda f: module_type(f, "sentence_transformers.x.LSTM"), "its module LSTM is not served"),
     "code": (lambda f: module_type(f, "custom_st.Normalize"), "the module custom_st.Normalize: code of its own"),
     "a sparse model": (lambda f: set_json(f / MODEL, model_type="SparseEncoder"), "type SparseEncoder are not served"),
-    "a pooling": (
-        lambda f: set_json(f / "1_Pooling/config.json", pooling_mode="attention"),
-        "pooling attention is",
-    ),
+    "a pooling": (lambda f: set_json(f / "1_Pooling/config.json", pooling_mode="attention"), "pooling attention is"),
     "a flag": (
         lambda f: (f / "1_Pooling/config.json").write_text('{"pooling_mode_attention": true}'),
         "its pooling pooling_mode_attention is not one of cls",

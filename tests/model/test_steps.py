@@ -247,7 +247,7 @@ async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predicto
     assert (load.model, load.running, load.waiting, load.cache_free) == ("llama", 0, 0, 1)
     assert load.fingerprint == predictor.repository.get("llama").fingerprint
     await until(lambda: len(caller.messages) > 1)
-    assert 0.5 < time.monotonic() - since < 5
+    assert time.monotonic() - since > 0.5
     assert caller.messages[1].HasField("loads")
     assert not caller.messages[1].numbers
 

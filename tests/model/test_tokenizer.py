@@ -45,10 +45,10 @@ async def test_short_and_long_prompts_are_tokenised_equally(storyteller):
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(InvalidRequestError, match="20000000 bytes, more than fit a context of 1024"):
         await storyteller.encode("x" * 20_000_000, 1024)
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 async def test_a_prompt_of_too_many_tokens_is_refused(storyteller):

@@ -9,4 +9,4 @@ _LOAD = (
 
 
 def test_what_builds_an_engine_can_be_imported_without_them():
-    subprocess.run((sys.executable, "-c", _LOAD), check=True, timeout=100)
+    subprocess.run((sys.executable, "-c", _LOAD), check=True)

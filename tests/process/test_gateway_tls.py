@@ -6,7 +6,6 @@ import re
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from tests.support.connections import certificate, context, handshake, request
 from tests.waiting import until
 
 STREAMS = 64
-TAKES_EFFECT_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +94,7 @@ async def test_new_connections_use_a_new_certificate_and_no_stream_ends(gateway:
         assert (await stream.read()).text == "first"
     before = await asyncio.to_thread(certificate, gateway.tls)
     make_certificates(folder, ())
-    changed = time.monotonic()
     await until(lambda: certificate(gateway.tls) != before)
-    assert time.monotonic() - changed < TAKES_EFFECT_S
     await asyncio.to_thread(handshake, gateway.tls, context(folder))  # Signed by the new authority.
     gateway.openai.first_chunk_was_read.set()
     for stream in streams:
@@ -139,7 +135,7 @@ async def test_a_volume_of_kubernetes_is_followed(tmp_path: Path) -> None:
         await asyncio.to_thread(handshake, gateway.tls, context(made))
         before = await asyncio.to_thread(certificate, gateway.tls)
         publish("..2")
-        await until(lambda: certificate(gateway.tls) != before, timeout_s=TAKES_EFFECT_S)
+        await until(lambda: certificate(gateway.tls) != before)
         await asyncio.to_thread(handshake, gateway.tls, context(made))
 
 
@@ -172,7 +168,7 @@ async def test_with_an_authority_only_its_clients_are_served_and_it_may_change(t
         before = tmp_path / "before"
         shutil.copytree(folder, before)
         make_certificates(folder, (), ask_clients=True)
-        await until(lambda: answers(context(folder, with_certificate=True)), timeout_s=TAKES_EFFECT_S)
+        await until(lambda: answers(context(folder, with_certificate=True)))
         stranger = context(folder)
         stranger.load_cert_chain(str(before / "client.crt"), str(before / "client.key"))
         assert not await answers(stranger)

@@ -106,7 +106,7 @@ async def send_bodies_that_never_end() -> None:
             streams.append(await client.request(ECHO, end=False))
         sending = [asyncio.create_task(stream.send_all(body, end=False)) for stream in streams]
         try:
-            await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
+            await until(lambda: sum(stream.is_ended for stream in streams) >= 4)
         except AssertionError as error:
             states = [(stream.is_ended, task.done()) for stream, task in zip(streams, sending, strict=True)]
             error.add_note(f"grown by {(resident_bytes() - before) / 1e6:.0f} MB; ended, sent: {states}")
@@ -142,13 +142,13 @@ async def test_a_flood_of_frames_that_need_an_answer_fills_no_queue(served: Serv
 async def test_a_silent_peer_counts_as_dead_and_one_that_answers_does_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_connection, "_SILENT_S", 0.5)  # On a busy machine a peer answers late.
+    monkeypatch.setattr(http2_connection, "_SILENT_S", 1.5)  # On a busy machine a peer answers late.
     service = served.service
     async with connected(served.port) as alive:
         await alive.request(HANG, b"begun")
         reader, writer = await asyncio.open_connection(HOST, served.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with suppress(ConnectionError):
                 await reader.read()  # Until the server closes it.
         writer.close()

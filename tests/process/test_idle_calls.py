@@ -71,10 +71,7 @@ async def serve():
     async def start(**limits):
         admission = Admission(MAX_CALLS, max_idle=MAX_IDLE, **limits)
         settings = ServiceSettings.model_construct(drain_s=0.0)
-        server, servicer = (
-            Server("test", settings, admission=admission),
-            Inference(),
-        )
+        server, servicer = (Server("test", settings, admission=admission), Inference())
         add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
         port = server.grpc.add_insecure_port("127.0.0.1:0")
         await server.grpc.start()
@@ -144,7 +141,7 @@ async def test_calls_without_a_message_and_watches_are_idle(serve):
 
 
 async def test_a_stream_that_is_idle_for_too_long_ends_and_one_that_waits_for_an_answer_does_not(serve):
-    served = await serve(idle_timeout_s=0.2)
+    served = await serve(idle_timeout_s=1.0)
     call, _ = served.open()
     await call.write(ModelInferRequest(id="slow"))
     await served.until(in_flight=1)

@@ -16,6 +16,7 @@ from headrace.errors import OverloadedError, StartupError
 from headrace.oip.tensors import Tensor, add_input
 from headrace.payload import drops
 from headrace.payload import outbox as payload_outbox
+from headrace.payload import recording as recording_module
 from headrace.payload import tap as tap_module
 from headrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
 from headrace.payload.parts import DeferredTensors, RecordedTensor
@@ -477,13 +478,13 @@ async def test_the_number_of_lost_records_is_stated_once_records_are_whole_again
 
 async def test_a_tap_without_a_spool_serves_and_keeps_records_until_there_is_room(taps, ingest, monkeypatch, caplog):
     monkeypatch.setattr(tap_module, "_OPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(recording_module, "_BEGIN_WAIT_S", 600)  # Nothing waits for the disk.
     with small_disk(taps.spool.parent / "disk", inodes=30) as disk:
         disk.fill("inodes")
         tap = tap_of(ingest.target, spool=disk.path / "spool")
         tap.start()
         with begin(tap, "kept") as recording:
-            async with asyncio.timeout(0.5):
-                assert not await recording.flushed()  # Nothing waits for the disk.
+            assert not await recording.flushed()
             recording.chunk("text", [1])
             recording.end("OK")
         await asyncio.sleep(0.2)

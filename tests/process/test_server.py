@@ -243,7 +243,7 @@ async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_
     async with grpc.aio.insecure_channel(old.target) as channel:
         assert [number async for number in count(channel, 1)] == [b"0"]
         new = await start(TEST_LISTEN="take-over", TEST_PORT=old.target.rsplit(":", 1)[1])
-        await until(lambda: listens(new), timeout_s=60)
+        await until(lambda: listens(new))
         call = count(channel, 60)
         assert await call.read() == b"0"
         old.process.send_signal(RETIRE)

@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
-from headrace.rpc.client.interceptors import ClientSpan, ClientSpans, client_interceptors
+from headrace.rpc.client.interceptors import ClientSpans, client_interceptors
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
@@ -113,9 +113,7 @@ class Bench:
 
     async def spans(self):
         """The client's span and the server's, once both have ended."""
-        async with asyncio.timeout(10):
-            while len(self.exporter.get_finished_spans()) < 2:  # noqa: ASYNC110  (spans end without telling)
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.exporter.get_finished_spans()) >= 2)
         by_kind = {span.kind: span for span in self.exporter.get_finished_spans()}
         assert len(by_kind) == 2
         return by_kind[SpanKind.CLIENT], by_kind[SpanKind.SERVER]
@@ -202,7 +200,7 @@ async def check(bench, kind, code, client_error, server_error):
 async def test_both_spans_have_the_outcome_of_a_call(bench, kind, then, error, code, client_error, server_error):
     bench.methods.then = then
     with pytest.raises(error) if error else nullcontext():
-        assert await bench.call(kind, timeout=0.2 if then is hangs else 30) == [b"x"]
+        assert await bench.call(kind, timeout=1 if then is hangs else 30) == [b"x"]
     await check(bench, kind, code, client_error, server_error)
 
 
@@ -251,16 +249,6 @@ async def test_the_handler_runs_in_the_servers_span(bench, kind):
     assert seen == [(format(server.context.trace_id, "032x"), server.context.span_id)]
 
 
-async def test_a_callers_own_trace_is_continued(bench):
-    bench.methods.then = ends_well
-    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with grpc.aio.insecure_channel(bench.target) as channel:
-        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("traceparent", parent),))
-    span = await bench.span()
-    assert format(span.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
-    assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
-
-
 async def test_health_is_not_traced_by_the_server(bench):
     health_stub = health_pb2_grpc.HealthStub
     async with grpc.aio.insecure_channel(bench.target) as channel:
@@ -283,14 +271,6 @@ async def test_background_calls_of_a_service_are_neither_traced_nor_measured(ben
     assert bench.measured.names == set()
 
 
-@pytest.mark.parametrize("kind", ["stream", "bidi"])
-async def test_the_first_message_is_an_event_of_the_server(bench, kind):
-    bench.methods.then = ends_well
-    await bench.call(kind)
-    _, server = await bench.spans()
-    assert [event.name for event in server.events] == ["first_message", "end"]
-
-
 async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
     seen = []
 
@@ -306,22 +286,6 @@ async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
     client, server = await bench.spans()
     assert seen == ["mine ?"]
     assert (client.attributes["headrace.request_id"], server.attributes["headrace.request_id"]) == ("mine é", "mine ?")
-
-
-async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(bench):
-    bench.methods.then = ends_well
-    before = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    hook = ClientSpan(follows=before)
-    with hook.of_next_call():
-        call = bench.open("stream")
-    assert [response async for response in call] == [b"x"]
-    hook.message()
-    client, server = await bench.spans()
-    for span in (client, server):
-        [link] = span.links
-        assert format(link.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
-        assert format(link.context.span_id, "016x") == "b7ad6b7169203331"
-    assert hook.traceparent.split("-")[2] == format(client.context.span_id, "016x")
 
 
 async def test_a_malformed_link_is_left_out(bench):
@@ -340,12 +304,3 @@ async def test_an_undeclared_method_is_no_label(bench):
     assert (span.name, span.attributes["rpc.method_original"]) == ("_OTHER", "some.callers/Text")
     attributes = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
     assert bench.measured.count("rpc.server.call.duration", attributes | {"headrace.protocol": "grpc"}) == 1
-
-
-async def test_rest_and_grpc_have_different_attributes(bench):
-    bench.methods.then = ends_well
-    async with grpc.aio.insecure_channel(bench.target) as channel:
-        rest = (("x-envoy-original-path", "/v1/completions"),)
-        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=rest)
-    span = await bench.span()
-    assert span.attributes["headrace.protocol"] == "http"

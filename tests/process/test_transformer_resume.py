@@ -199,8 +199,8 @@ async def test_log_probabilities_continue_without_a_repeat():
 
 async def test_messages_without_tokens_keep_a_call_alive():
     released = asyncio.Event()
-    async with resuming(holds_until(released), silence_limit_s=0.5) as r:
-        asyncio.get_running_loop().call_later(1.0, released.set)
+    async with resuming(holds_until(released), silence_limit_s=2.0) as r:
+        asyncio.get_running_loop().call_later(2.5, released.set)
         check_whole(await r.generate())
         assert len(r.predictor.calls) == 1
 
@@ -431,7 +431,7 @@ async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_on
 
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_counts_as_dead():
     one_beat = is_accepted(falls_silent())
-    async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.5) as r:
+    async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=1.0) as r:
         with pytest.raises(RequestFailedError):
             await r.generate()
         assert r.were_alone == [False] * 4 + [True] * 2

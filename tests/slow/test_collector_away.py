@@ -74,7 +74,7 @@ async def test_a_collector_that_is_stopped_and_dies_loses_only_spans(new_stack):
         async def is_counted():
             return await lost(stack) > 0
 
-        await until(is_counted, 30)
+        await until(is_counted)
         before = resident(stack)
         await load(stack.gateway)
         after = resident(stack)

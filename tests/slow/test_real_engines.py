@@ -151,7 +151,7 @@ async def fronted(request, stacks, folder, tmp_path_factory):
             lanes[name] = cuts
         environment = {"transformer": SETTINGS}
         stack = await opened.enter_async_context(stacks.use(models=",".join(models), environment=environment))
-        await until(lambda: lists(stack.gateway, lanes.keys()), timeout_s=60)
+        await until(lambda: lists(stack.gateway, lanes.keys()))
         yield request.param, stack.gateway, lanes
 
 

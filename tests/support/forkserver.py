@@ -31,10 +31,7 @@ from tests.support.zygote import MAX_REQUEST
 # whose names end with that word, import the same.
 IMPORTS = {
     "logger": ("headrace_logger.__main__", "headrace_logger.servicer"),
-    "transformer": (
-        "headrace_transformer.__main__",
-        "headrace_transformer.transformer",
-    ),
+    "transformer": ("headrace_transformer.__main__", "headrace_transformer.transformer"),
     "predictor": (
         "headrace_predictor.__main__",
         # The service forks the host of its engines from itself then.
@@ -166,12 +163,18 @@ async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder
 
 def fork_engine_host(control: socket.socket) -> int:
     """Forks a host of engine processes, as a predictor starts one, that serves a control socket; returns its id."""
-    address = address_of("predictor", os.environ)
-    asked = partial(ask, address, ("tests.support.forked_host",), os.environ, Path.cwd(), (control.fileno(), 1, 2))
+    # The check of a GPU imports this module where Envoy is not installed.
+    from headrace_runner.services import predictor_tuning
+    from tests.support.free_ports import free_settings
+
+    # As in a stack: the hosts are forks of the process of which its predictors are.
+    environment = predictor_tuning(free_settings(Path.cwd())) | os.environ
+    address = address_of("predictor", environment)
+    asked = partial(ask, address, ("tests.support.forked_host",), environment, Path.cwd(), (control.fileno(), 1, 2))
     try:
         connection = asked()
     except ConnectionRefusedError:
-        start_zygote("predictor", address, os.environ)
+        start_zygote("predictor", address, environment)
         connection = asked()
     with connection, connection.makefile() as answer:
         return int(answer.readline())

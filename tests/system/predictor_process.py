@@ -48,7 +48,7 @@ async def predictor_process(
     predictor = PredictorProcess(log, f"{address}:{port}", running)
     try:
         # A connection may reach a dying process at the same port first, and break.
-        await until(lambda: serves(predictor.target, "ready"), 60)
+        await until(lambda: serves(predictor.target, "ready"))
         yield predictor
     finally:
         with suppress(ProcessLookupError):

@@ -61,7 +61,7 @@ async def test_a_batch_ends_with_one_result_for_each_line_though_the_transformer
     async def all_are():
         return (await completed())[1] == "completed"
 
-    await until(some_are, 60)
+    await until(some_are)
     killed = keyed.pid("transformer")
     await keyed.kill("transformer")
     await until(all_are, 90)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer import modules as parts
 
 from tests.random_encoders import save_random_encoder, save_random_type, save_words_tokenizer
+from tests.support.lazy import library, parts
 from tests.system.calls import rest
 from tests.system.payload_log import records
 
@@ -43,16 +42,16 @@ def sentences(tmp_path_factory):
     save_words_tokenizer(inner, *WORDS, "query", "passage")
     modules = [parts.Transformer(str(inner), max_seq_length=9), parts.Pooling(32, "weightedmean"), parts.Normalize()]
     prompts = {"query": "query a ", "document": "passage on ", "plain": ""}
-    SentenceTransformer(modules=modules, prompts=prompts, default_prompt_name="query").save(str(folder))
-    return SentenceTransformer(str(folder)), folder
+    library.SentenceTransformer(modules=modules, prompts=prompts, default_prompt_name="query").save(str(folder))
+    return library.SentenceTransformer(str(folder)), folder
 
 
 @pytest.fixture(scope="module")
 def ranker(tmp_path_factory, cross_encoder):
     """A cross-encoder as sentence-transformers saves it, and its folder."""
     folder = tmp_path_factory.mktemp("ranker")
-    CrossEncoder(str(cross_encoder[2]), activation_fn=torch.nn.Identity()).save(str(folder))
-    return CrossEncoder(str(folder)), folder
+    library.CrossEncoder(str(cross_encoder[2]), activation_fn=torch.nn.Identity()).save(str(folder))
+    return library.CrossEncoder(str(folder)), folder
 
 
 def damaged(kind, tmp_path_factory):

@@ -213,7 +213,7 @@ async def cut_off(stack, body):
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while b"data: " not in await reader.readline():
             pass
     writer.transport.abort()
@@ -245,9 +245,7 @@ async def test_a_passed_stream_goes_on_from_its_text(stack, engines):
 
 
 @pytest.mark.parametrize(
-    "further",
-    [{"n": 2}, {"tools": [{"type": "function", "function": {"name": "find"}}]}],
-    ids=["two", "tools"],
+    "further", [{"n": 2}, {"tools": [{"type": "function", "function": {"name": "find"}}]}], ids=["two", "tools"]
 )
 async def test_a_passed_answer_with_more_than_text_is_repeated(stack, engines, further):
     body = PASSED | further

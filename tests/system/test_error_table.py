@@ -99,7 +99,7 @@ async def next_call_works(stack, fault):
 
     # Held requests give their places back a moment after their release; a killed predictor starts in seconds.
     with suppress(AssertionError):
-        await until(all_work, 60)
+        await until(all_work)
     assert not bad
 
 
@@ -241,11 +241,14 @@ async def test_an_error_after_a_part_of_the_answer_is_reported_in_the_stream(sta
 
 
 async def test_a_deadline_in_the_middle_of_the_answer_is_reported_in_the_stream(stack, fault):
-    held = request_of(parameters={"seed": HOLDS_LATER, "max_tokens": 20}, timeout_s=1.5)
     for name in REST_STREAMS:  # One after the other: the step that is held is that of all.
-        fault[0]("hold_later")
-        outcome = await WAYS_IN[name](stack.gateway, held)
-        fault[1]("hold_later")
+        for timeout_s in (1.5, 6, 24):  # On a busy machine three tokens take long.
+            held = request_of(parameters={"seed": HOLDS_LATER, "max_tokens": 20}, timeout_s=timeout_s)
+            fault[0]("hold_later")
+            outcome = await WAYS_IN[name](stack.gateway, held)
+            fault[1]("hold_later")
+            if outcome.begun:
+                break
         assert (outcome.status, outcome.begun) == (200, True), name
         assert "deadline" in outcome.message, name
         assert is_good(await WAYS_IN[name](stack.gateway, GOOD)), name

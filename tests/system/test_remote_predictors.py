@@ -83,7 +83,7 @@ async def links(hosts, remote_stack):
     yield hosts
     for host in hosts:
         host.delay_s = host.loss = 0.0
-    await until(lambda: are_used(remote_stack, PREDICTORS), 60)
+    await until(lambda: are_used(remote_stack, PREDICTORS))
 
 
 async def are_used(stack, names):

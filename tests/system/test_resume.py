@@ -153,7 +153,7 @@ async def send_all_while(stack, prefix, disturb, comments=None):
     came = Counter()
     sending = asyncio.create_task(send_all(stack, prefix, came, comments))
     expected = len(WAYS_IN) * len(SAMPLING) * REPEATS
-    await until(lambda: sending.done() or (len(came) == expected and min(came.values()) >= 5), 60)
+    await until(lambda: sending.done() or (len(came) == expected and min(came.values()) >= 5))
     if sending.done():  # With an error, or too soon.
         sending.result()
     await disturb()

@@ -49,7 +49,7 @@ OUTCOMES = {
     "error after the first chunk": Outcome("failed", "INTERNAL", {"seed": FAILS_LATER}, tokens=3),
     "cancel": Outcome("cancelled", "CANCELLED", {"seed": HOLDS_LATER}, tokens=3, held=True, leaves=True),
     "deadline": Outcome(
-        "deadline_exceeded", "DEADLINE_EXCEEDED", {"seed": HOLDS_LATER}, tokens=3, held=True, timeout_s=3.0
+        "deadline_exceeded", "DEADLINE_EXCEEDED", {"seed": HOLDS_LATER}, tokens=3, held=True, timeout_s=6.0
     ),
     "killed": Outcome("completed", "OK", {"seed": HOLDS_LATER}, held=True),
 }

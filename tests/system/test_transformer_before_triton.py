@@ -54,7 +54,7 @@ async def triton(tmp_path_factory):
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(*command, env=os.environ | own, stdout=output, stderr=output)
     try:
-        await until(lambda: process.returncode is not None or b"Started HTTPService" in log.read_bytes(), 60)
+        await until(lambda: process.returncode is not None or b"Started HTTPService" in log.read_bytes())
         if process.returncode is not None:
             pytest.skip(f"tritonserver does not run here: {log.read_text(errors='replace').strip().splitlines()[-1]}")
         yield f"127.0.0.1:{port}"

@@ -67,7 +67,7 @@ class Catalogue:
             try:
                 return find()
             except NotReadyError:
-                await asyncio.wait_for(self.changed.wait(), 5)
+                await self.changed.wait()
 
     def notify(self):
         self.changed.set()
