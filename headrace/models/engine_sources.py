@@ -27,7 +27,8 @@ from headrace.errors import StartupError
 from headrace.validation import first_fault
 
 OTHER = "openai"  # The kind of any other server of OpenAI's API.
-KINDS = ("vllm", "sglang", "llamacpp", "headrace", OTHER)
+TGI = "tgi"
+KINDS = ("vllm", "sglang", "llamacpp", TGI, "headrace", OTHER)
 _SCHEMES = ("http://", "https://")
 _ADDRESS = re.compile(r"https?://[^\s/?#;|,@]+(:[0-9]{1,5})?(/[^\s?#;|,]*)?")
 _OPTIONS = ("tokenizer",)

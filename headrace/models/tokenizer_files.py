@@ -103,7 +103,6 @@ def tokenizer_errors(what: object, raised: type[Exception] = ValueError) -> Iter
     try:
         yield
     except BaseException as error:
-        # tokenizers raises bare Exceptions, and PanicException, which is none.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise raised(f"{what} cannot be read: {_one_line(error)}") from None

@@ -1,8 +1,11 @@
 """Clients with tools of other projects, unmodified, before the real stack: their own calls, whole and streamed.
 
+Benchmarks and evaluations of `make test-tools` too, before vLLM's server.
+
 LangChain, LiteLLM, instructor and OpenAI's client for Python, OpenAI's client for Node and Vercel's AI SDK, with models
 of our predictors, and one of vLLM's server where that is installed. Skipped where they are not installed:
-`make .venv-tools/tool-clients/.installed .venv-tools/node-clients/.installed`.
+`make .venv-tools/tool-clients/.installed .venv-tools/node-clients/.installed`; the benchmarks are those of
+`make test-tools`.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ PYTHON, NODE = TOOLS / "tool-clients", TOOLS / "node-clients"
 SCRIPTS = ROOT / "tests" / "clients"
 LIMIT_S = 240
 START_S = 600  # Of vLLM's server.
+BENCHMARKS = ("genai-perf", "guidellm", "lm-eval")
 
 
 async def passes(command, folder):
@@ -64,3 +68,17 @@ async def test_nodes_clients_call_tools(stacks, models, tmp_path):
     (tmp_path / "node_modules").symlink_to(NODE / "node_modules")
     async with stacks.use(models=models) as stack:
         await passes(["node", script, stack.gateway, "caller"], tmp_path)
+
+
+@needs_vllm
+@pytest.mark.timeout(START_S + 8 * LIMIT_S)
+async def test_benchmarks_and_evaluations_run_before_vllm(stacks, tmp_path):
+    if missing := [name for name in BENCHMARKS if not (TOOLS / name / ".installed").exists()]:
+        pytest.skip(f"{', '.join(missing)} missing: make test-tools")
+    model = ROOT / "models" / "storyteller"
+    async with (
+        vllm_server(model, model.name, tmp_path / "vllm.log", "--max-model-len", "1024", dtype="float32") as server,
+        stacks.use(models=f"{model.name}=http://{server.address}/v1;tokenizer={model}") as stack,
+    ):
+        process = await asyncio.create_subprocess_exec(ROOT / "tests" / "tools" / "run", stack.gateway)
+        assert await process.wait() == 0

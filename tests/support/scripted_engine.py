@@ -30,10 +30,16 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def text_of(ids: Sequence[int]) -> str:
+    """The text of tokens, whatever they are to the model's own tokenizer."""
+    return "".join(f"<{token_id}>" for token_id in ids)
+
+
 class ScriptedEngine:
     """`async with ScriptedEngine(folder) as engine`; `kind` is what it says it is, "" for nothing.
 
-    `salt` makes its answers its own; `writes` makes an event of data, and `begins` comes before the first one.
+    `salt` makes its answers its own; `writes` makes an event of data, and `begins` comes before the first one. With
+    `holds_back` the text of some tokens comes with that of the next one.
     """
 
     def __init__(self, folder: str, kind: str = "vllm", salt: str = "", ids: Sequence[int] = ()) -> None:
@@ -47,8 +53,11 @@ class ScriptedEngine:
         self.unfinished: str | None = None  # The reason of a choice that goes on.
         self.reason = "length"  # Of one that has ended.
         self.context = 2048
+        self.holds_back = False
+        self.detokenizes = True
         self.port = 0
         self._kind = kind
+        self._served = "org/served" if kind == "tgi" else "served"
         self.salt = salt
         self._tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
         # Letters, and bytes of characters of several tokens.
@@ -65,6 +74,8 @@ class ScriptedEngine:
         for prefix in ("", "/openai"):  # KServe's runtime for Hugging Face has the latter.
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/completions", self._answer)
+        app.router.add_get("/info", self._information)
+        app.router.add_post("/detokenize", self._detokenize)
         for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
             app.router.add_post(path, self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -94,10 +105,24 @@ class ScriptedEngine:
         return made[len(ids) :]
 
     async def _models(self, _: web.Request) -> web.Response:
-        card = {"id": "served"}
-        if self._kind:
+        card = {"id": self._served}
+        if self._kind == "tgi":
+            card |= {"object": "model", "created": 0, "owned_by": self._served}
+        elif self._kind:
             card |= {"object": "model", "owned_by": self._kind, "max_model_len": self.context, "root": "/nowhere"}
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _information(self, _: web.Request) -> web.Response:
+        """What text-generation-inference says of itself, in part."""
+        if self._kind != "tgi":
+            raise web.HTTPNotFound
+        limits = {"max_concurrent_requests": 128, "max_total_tokens": self.context}
+        return web.json_response({"model_id": self._served, "router": "text-generation-router", **limits})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        if not self.detokenizes:
+            raise web.HTTPNotFound
+        return web.json_response({"prompt": text_of((await request.json())["tokens"])})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -106,6 +131,8 @@ class ScriptedEngine:
             self.requests.append((request.path, body, dict(request.headers)))
         self.running += 1
         try:
+            if self._kind == "tgi" and (body["model"] != "tgi" or isinstance(body.get("prompt"), list)):
+                return web.json_response({"error": "no such adapter", "error_type": "validation"}, status=422)
             if self.refuses is not None:
                 status, error = self.refuses
                 return web.json_response(error, status=status)
@@ -146,19 +173,21 @@ class ScriptedEngine:
             if not is_probe and self.fails(0):
                 request.transport.close()
             choices = [self._choice(body, index, ids, is_chat, whole=True) for index in range(body.get("n") or 1)]
-            return web.json_response({"id": "w", "model": "served", "choices": choices, "usage": usage})
+            return web.json_response({"id": "w", "model": self._served, "choices": choices, "usage": usage})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        await self._stream(request, response, body, ids, is_chat, usage)
+        await self._stream(request, response, body, ids, is_chat, usage, begun)
         return response
 
-    async def _stream(self, request, response, body, ids, is_chat, usage) -> None:
+    async def _stream(self, request, response, body, ids, is_chat, usage, begun) -> None:
         async def send(value: dict[str, Any]) -> None:
-            head = {"id": f"id-{self.port}", "object": "chunk", "created": 5, "model": "served"}
+            head = {"id": f"id-{self.port}", "object": "chunk", "created": 5, "model": self._served}
             await response.write(self.writes(json.dumps(head | value).encode()))
 
         if self.begins:
             await response.write(self.begins)
+        held: list[int] = []
+        prompt_ids = {"prompt_token_ids": begun} if body.get("return_token_ids") else {}
         for at in range(len(ids) + 1):
             failure = self.fails(at)
             if failure == STALL:
@@ -178,19 +207,23 @@ class ScriptedEngine:
                 return
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
+            is_last = at == len(ids) - 1
+            held.append(ids[at])
+            shown = [] if self.holds_back and not is_last and ids[at] % 2 else held
+            held = [] if shown else held
             for index in range(body.get("n") or 1):
-                choice = self._choice(body, index, [ids[at]], is_chat)
-                choice["finish_reason"] = self.reason if at == len(ids) - 1 else self.unfinished
-                await send({"choices": [choice]})
-            if at == len(ids) - 1 and (body.get("stream_options") or {}).get("include_usage"):
+                choice = self._choice(body, index, [ids[at]], is_chat, text=text_of(shown))
+                choice["finish_reason"] = self.reason if is_last else self.unfinished
+                await send({"choices": [choice], **(prompt_ids if at == 0 else {})})
+            if is_last and (body.get("stream_options") or {}).get("include_usage"):
                 await send({"choices": [], "usage": usage})
 
     async def _end(self, response: web.StreamResponse, failure: str) -> None:
         if failure != NO_DONE:
             await response.write(self.writes(b"[DONE]"))
 
-    def _choice(self, body, index, ids, is_chat, whole=False) -> dict[str, Any]:
-        text = "".join(f"<{token_id}>" for token_id in ids) if is_chat else self._tokenizer.decode(ids)
+    def _choice(self, body, index, ids, is_chat, whole=False, text=None) -> dict[str, Any]:
+        text = text_of(ids) if text is None else text
         choice: dict[str, Any] = {"index": index, "finish_reason": self.reason if whole else None}
         if is_chat and body.get("tools"):
             function = {"arguments": text} | ({"name": "find"} if whole or ids else {})

@@ -24,8 +24,8 @@ HABITS = {
 
 @pytest_asyncio.fixture(scope="module")
 async def engines():
-    """Two that give token ids, and two that say nothing but a name."""
-    made = [ScriptedEngine(FOLDER, kind) for kind in ("vllm", "vllm", "", "")]
+    """Two that give token ids, two that say nothing but a name, and two of text-generation-inference."""
+    made = [ScriptedEngine(FOLDER, kind) for kind in ("vllm", "vllm", "", "", "tgi", "tgi")]
     for engine in made:
         await engine.start()
     yield made
@@ -35,16 +35,18 @@ async def engines():
 
 @pytest_asyncio.fixture(scope="module")
 async def stack(stacks, engines):
-    one, other, plain, further = (engine.address for engine in engines)
-    async with stacks.use(models=f"chat={one}|{other};tokenizer={FOLDER},passed={plain}|{further}") as started:
-        await until(lambda: lists(started, {"chat", "passed"}))
+    one, other, plain, further, tgi, another = (engine.address for engine in engines)
+    models = f"chat={one}|{other};tokenizer={FOLDER},passed={plain}|{further},tgi={tgi}|{another};tokenizer={FOLDER}"
+    async with stacks.use(models=models) as started:
+        await until(lambda: lists(started, {"chat", "passed", "tgi"}))
         yield started
 
 
 @pytest.fixture(autouse=True)
 def plain(engines):
     for engine in engines:
-        engine.writes, engine.begins, engine.unfinished = event, b"", None
+        engine.writes, engine.begins, engine.unfinished, engine.refuses = event, b"", None, None
+        engine.requests.clear()
 
 
 async def text_of(stack, model, engines, cut_at=None):
@@ -78,3 +80,20 @@ async def test_a_choice_with_an_empty_reason_goes_on(stack, engines):
 async def test_a_model_of_nothing_but_a_name_is_served(stack):
     answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "passed", "prompt": "Once"})
     assert (answer.status, json.loads(answer.body)["model"]) == (200, "passed")
+
+
+async def test_text_generation_inference_is_found_out_and_gets_text(stack, engines):
+    """It lists its model as its own owner, takes any name but its own for an adapter's, and no token ids."""
+    plain = await text_of(stack, "tgi", engines)
+    for engine in engines[4:]:
+        engine.unfinished = ""  # In completions.
+    assert await text_of(stack, "tgi", engines, cut_at=TOKENS // 2) == plain
+    assert {body["model"] for engine in engines[4:] for _, body, _ in engine.requests} == {"tgi"}
+
+
+async def test_a_generation_that_failed_at_text_generation_inference_is_tried_elsewhere(stack, engines):
+    engines[4].refuses = 424, {"error": "Request failed during generation", "error_type": "generation"}
+    body = {"model": "tgi", "prompt": "Once", "max_tokens": TOKENS}
+    answers = [await rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(4)]
+    assert {(answer.status, answer.json["model"]) for answer in answers} == {(200, "tgi")}
+    assert any(engine.requests for engine in engines[4:5])

@@ -40,9 +40,10 @@ async def engines():
 @pytest_asyncio.fixture(scope="module")
 async def stack(stacks, engines):
     one, other, plain, further = (engine.address for engine in engines)
-    models = f"chat={one}|{other}#served;tokenizer={FOLDER},passed={plain}|{further},normalizer=models/normalizer"
+    models = f"chat={one}|{other}#served;tokenizer={FOLDER},passed={plain}|{further},ids={one}|{other}"
+    models += ",normalizer=models/normalizer"
     async with stacks.use(models=models, environment={"transformer": SETTINGS}) as started:
-        await until(lambda: lists(started, {"chat", "passed"}))
+        await until(lambda: lists(started, {"chat", "passed", "ids"}))
         yield started
 
 
@@ -50,6 +51,7 @@ async def stack(stacks, engines):
 def well(engines):
     for engine in engines:
         engine.fails, engine.refuses, engine.delay_s, engine.salt = answers, None, 0.0, ""
+        engine.holds_back, engine.detokenizes = False, True
         engine.requests.clear()
 
 
@@ -244,6 +246,41 @@ async def test_a_passed_stream_goes_on_from_its_text(stack, engines):
         )
 
 
+@pytest.mark.parametrize("holds_back", [False, True], ids=["whole", "held back"])
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_a_passed_stream_goes_on_exactly_by_the_ids_of_its_engine(stack, engines, body, holds_back):
+    body = {**body, "model": "ids", "stream_options": {"include_usage": True}}
+    for engine in engines:
+        engine.holds_back = holds_back
+    whole, _ = events_of(await asked(stack, body))
+    for at in range(1, TOKENS):
+        fails_once(engines, at)
+        disturbed, (comment,) = events_of(await asked(stack, body))
+        assert texts_of(disturbed) == texts_of(whole)
+        assert comment == "exact" or (comment == "restarted" and holds_back)
+        assert len({(event["id"], event["object"]) for event in disturbed}) == 1
+        assert not [choice for event in disturbed for choice in event["choices"] if choice["token_ids"]]
+    assert disturbed[-1]["usage"]["completion_tokens"] == TOKENS
+
+
+async def test_ids_that_do_not_make_the_text_are_not_used(stack, engines):
+    body = {**CHAT, "model": "ids"}
+    for engine in engines:
+        engine.detokenizes = False
+    fails_once(engines, 5)
+    disturbed, comments = events_of(await asked(stack, body))
+    assert (texts_of(disturbed)[0].count("<"), comments) == (TOKENS, ["approximate"])
+
+
+async def test_ids_that_were_asked_for_are_passed(stack, engines):
+    body = {**CHAT, "model": "ids", "return_token_ids": True}
+    fails_once(engines, 5)
+    events, _ = events_of(await asked(stack, body))
+    ids = [token_id for event in events for choice in event["choices"] for token_id in choice["token_ids"]]
+    assert texts_of(events)[0] == "".join(f"<{token_id}>" for token_id in ids)
+    assert events[0]["prompt_token_ids"]
+
+
 @pytest.mark.parametrize(
     "further", [{"n": 2}, {"tools": [{"type": "function", "function": {"name": "find"}}]}], ids=["two", "tools"]
 )
@@ -270,12 +307,23 @@ async def test_another_answer_ends_with_an_error(stack, engines):
     assert not answer.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_requests_with_images_pass(stack, engines):
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    body = {**CHAT, "messages": [{"role": "user", "content": [part]}]}
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            **CHAT,
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png,"}}]}],
+        },
+        {**COMPLETION, "echo": True, "logprobs": 1},
+        {**CHAT, "prompt_logprobs": 1},
+    ],
+    ids=["images", "echo", "prompt_logprobs"],
+)
+async def test_what_the_transformer_cannot_do_passes(stack, engines, body):
     events_of(await asked(stack, body))
     ((path, given, _),) = engines[0].requests + engines[1].requests
-    assert (path, given) == ("/v1/chat/completions", body | {"model": "served"})
+    assert path == "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    assert given == body | {"model": "served"}
 
 
 async def test_embeddings_pass(stack):

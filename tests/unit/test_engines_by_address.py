@@ -212,30 +212,96 @@ def event(text, **delta):
 
 
 def test_what_the_client_has_is_left_out_of_a_repetition():
-    answer = PassedAnswer({"messages": [], "tools": [1]}, "mine")
+    answer = PassedAnswer("/chat/completions", {"messages": [], "tools": [1]}, "mine")
     for piece in ("On", "ce "):
         answer.take(event(piece, role="assistant"))
-    body, how = answer.continuing("openai")
+    _, body, how = answer.continuing("openai", "", None)
     assert (body, how) == ({"messages": [], "tools": [1]}, "exact")
     assert answer.take(event("Onc", role="assistant")) == (b"", "")
     data, text = answer.take(event("e upon"))
     assert (text, json.loads(data)["choices"][0]["delta"]["content"]) == ("upon", "upon")
-    repeated = PassedAnswer({"messages": [], "tools": [1]}, "mine")
+    repeated = PassedAnswer("/chat/completions", {"messages": [], "tools": [1]}, "mine")
     repeated.take(event("Once"))
-    repeated.continuing("openai")
+    repeated.continuing("openai", "", None)
     with pytest.raises(RepetitionError):
         repeated.take(event("Twice"))
 
 
 def test_an_answer_of_text_goes_on_from_it():
-    answer = PassedAnswer({"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}, "mine")
+    answer = PassedAnswer(
+        "/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}, "mine"
+    )
     answer.take(event("On"))
     answer.take(event("ce"))
-    body, how = answer.continuing("vllm")
+    _, body, how = answer.continuing("vllm", "", None)
     assert how == "approximate"
     assert body["messages"][-1] == {"role": "assistant", "content": "Once"}
     assert (body["max_tokens"], body["continue_final_message"], body["add_generation_prompt"]) == (3, True, False)
-    ids = PassedAnswer({"prompt": [1, 2]}, "mine")
+    ids = PassedAnswer("/completions", {"prompt": [1, 2]}, "mine")
     ids.take(json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": None}]}).encode())
     with pytest.raises(HeadraceError, match="token ids"):
-        ids.continuing("openai")
+        ids.continuing("openai", "", None)
+
+
+def shown_by_ids(body, *texts, kind="vllm"):
+    """An answer at that engine: a token a text, of which the first has the id 10."""
+    answer = PassedAnswer("/chat/completions" if "messages" in body else "/completions", body, "mine")
+    assert answer.first(kind).get("return_token_ids") is (True if kind == "vllm" else None)
+    for number, text in enumerate(texts):
+        choice = {"index": 0, "finish_reason": None, "token_ids": [10 + number]}
+        choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
+        written, _ = answer.take(json.dumps({"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}).encode())
+        assert json.loads(written)["choices"][0]["token_ids"] is None
+    return answer
+
+
+def test_an_answer_goes_on_behind_the_last_id_whose_text_was_shown():
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "min_tokens": 9, "tool_choice": "none"}
+    answer = shown_by_ids(body, "a", "b", "")
+    assert answer.shown_ids("vllm") == [1, 2, 10, 11]
+    path, again, how = answer.continuing("vllm", "xab", 100)
+    assert (path, how, again) == (
+        "/completions",
+        "exact",
+        {"prompt": [1, 2, 10, 11], "max_tokens": 96, "min_tokens": 7, "temperature": 0, "return_token_ids": True},
+    )
+    written, text = answer.take(b'{"id": "b", "choices": [{"index": 0, "text": "c", "token_ids": [12]}]}')
+    assert (text, json.loads(written)["choices"][0]["delta"], json.loads(written)["id"]) == ("c", {"content": "c"}, "a")
+    assert answer.shown_ids("vllm") == [1, 2, 10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "text", "path", "how"),
+    [
+        ({}, "vllm", "ab", "/completions", "exact"),
+        ({"temperature": 1}, "headrace", "ab", "/completions", "approximate"),
+        ({"presence_penalty": 1}, "vllm", "ab", "/completions", "approximate"),
+        ({}, "vllm", "ax", "/chat/completions", "approximate"),
+        ({}, "vllm", "", "/chat/completions", "approximate"),
+        ({}, "openai", "ab", "/chat/completions", "approximate"),
+    ],
+)
+def test_ids_serve_where_the_engine_makes_the_shown_text_of_them(changed, kind, text, path, how):
+    answer = shown_by_ids({"messages": [], "temperature": 0, "max_tokens": 9, **changed}, "a", "b")
+    if kind == "openai":
+        assert not answer.shown_ids(kind)
+        text = ""
+    found, body, label = answer.continuing(kind, text, None)
+    assert (found, label) == (path, how)
+    assert ("messages" in body) == (path == "/chat/completions")
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"n": 2},
+        {"tools": [1]},
+        {"logprobs": True},
+        {"guided_json": {"type": "object"}},
+        {"include_reasoning": False},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+)
+def test_ids_are_asked_for_where_an_answer_has_nothing_but_text(further):
+    answer = PassedAnswer("/chat/completions", {"messages": [], **further}, "mine")
+    assert "return_token_ids" not in answer.first("vllm")

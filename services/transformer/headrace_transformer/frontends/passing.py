@@ -1,7 +1,7 @@
 """Requests that pass to engines as they are, with what is ours around them: keys, limits, deadlines, records, retries.
 
 So do all requests for a model whose tokenizer is not here, and those for others at engines that have more than text:
-images, audio, or calls in a format that is not known here.
+images, audio, calls in a format that is not known here, or log probabilities of prompts.
 """
 
 import re
@@ -29,7 +29,13 @@ from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.models.models import Model, PassedModel, TextModel
 from headrace_transformer.predictors.engines.engine import Engine
 from headrace_transformer.predictors.engines.events import EventStream, parsed
-from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError, renamed
+from headrace_transformer.predictors.engines.passed_stream import (
+    ID_KINDS,
+    PassedAnswer,
+    RepetitionError,
+    has_media,
+    renamed,
+)
 from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.resume.resuming import ENGINE_METHOD
@@ -46,7 +52,6 @@ _OUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _COMPLETIONS = ("/completions", "/chat/completions")
 _MAX_LOST = 4  # Engines in a row that one request may lose, without a new piece of its answer.
 _PROMPTS = ("messages", "prompt", "input", "query")
-_TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool_result", "thinking")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +96,11 @@ class Passing:
             return model.pool
         if not isinstance(model, TextModel) or model.pool is None:
             return None
-        is_beyond = _has_media(body) or (bool(body.get("tools")) and not self.pipeline.reads_tools(model))
+        is_beyond = (
+            has_media(body)
+            or _scores_prompt(body, model)
+            or (bool(body.get("tools")) and not self.pipeline.reads_tools(model))
+        )
         return model.pool if is_beyond else None
 
     async def _answer(
@@ -159,12 +168,12 @@ class _PassedCall:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer; raises HeadraceError."""
-        answer = PassedAnswer(self.body, self.model)
+        answer = PassedAnswer(self.path, self.body, self.model)
         while not answer.is_whole():
             try:
                 engine = await self._in_time(self._engine())
-                body, how = answer.continuing(engine.kind) if self._lost else (self.body, "")
-                with closing(self._stream(engine, body)) as stream:
+                path, body, how = await self._in_time(self._request(engine, answer))
+                with closing(self._stream(engine, body, path)) as stream:
                     while not answer.is_whole():
                         written = await self._next(stream, answer)
                         if written and how:
@@ -177,6 +186,13 @@ class _PassedCall:
                 await self._after(error)
         self._end(answer.finish_reason, answer.usage)
         yield b"data: [DONE]\n\n"
+
+    async def _request(self, engine: Engine, answer: PassedAnswer) -> tuple[str, dict[str, Any], str]:
+        """The path and the body for an engine, and how the answer continues there; "" for a new one."""
+        if not self._lost:
+            return self.path, answer.first(engine.kind), ""
+        text = await engine.text_of(answer.shown_ids(engine.kind))
+        return answer.continuing(engine.kind, text, engine.context_length)
 
     async def raw_events(self) -> AsyncGenerator[bytes, None]:
         """The events of an API that only the engine knows: none can go on after a failure."""
@@ -243,11 +259,11 @@ class _PassedCall:
         await self.pool.until_ready(self.backoff)
         return self.pool.choose(None)
 
-    def _stream(self, engine: Engine, body: dict[str, Any]) -> EventStream:
+    def _stream(self, engine: Engine, body: dict[str, Any], path: str = "") -> EventStream:
         span = ClientSpan()
         self._spans.begin(ENGINE_METHOD, None, span)
         self.record.answered_by(engine.name)
-        return EventStream(engine, self.path, {**body, "model": engine.served}, span)
+        return EventStream(engine, path or self.path, {**body, "model": engine.served}, span)
 
     async def _after(self, error: HeadraceError) -> None:
         """Waits until the next attempt is due; raises the error where there is none."""
@@ -264,14 +280,10 @@ class _PassedCall:
         self.record.end("OK", finish_reason=reason, usage=stated)
 
 
-def _has_media(body: dict[str, Any]) -> bool:
-    """Whether a message has a part that is no text."""
-    with suppress(AttributeError, TypeError):
-        for message in body.get("messages") or ():
-            content = message.get("content")
-            if isinstance(content, list) and any(part.get("type") not in _TEXT_PARTS for part in content):
-                return True
-    return bool(body.get("audio") or (body.get("modalities") or ["text"]) != ["text"])
+def _scores_prompt(body: dict[str, Any], model: TextModel) -> bool:
+    """Whether a request wants log probabilities of its prompt from an engine that has them."""
+    with_echo = bool(body.get("echo")) and body.get("logprobs") is not None
+    return (with_echo or body.get("prompt_logprobs") is not None) and model.facts.get("engine") in ID_KINDS
 
 
 def _recorded(body: dict[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.models.engine_sources import KINDS, OTHER, EngineSource
+from headrace.models.engine_sources import KINDS, OTHER, TGI, EngineSource
 from headrace_transformer.predictors.resume.progress import PredictorLostError
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ logger = logging.getLogger(__name__)
 HOP = "engine"
 TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token ids.
 _LOOK_S = 2.0
-_AT_ROOT = ("/completion", "/props")  # llama.cpp's own paths.
+_AT_ROOT = ("/completion", "/props", "/detokenize", "/info")  # llama.cpp's own paths, vLLM's, TGI's.
+_TGI_MODEL = "tgi"  # Any other name is that of an adapter.
 _PLACES = 256  # vLLM's default of requests at a time.
-_MAX_ERROR = 64 * 1024
+_MAX_ERROR, _MAX_TEXT = 64 * 1024, 16 << 20
 _STALLS = 6  # Times the limit of silence: an answer that has begun, beside others that go on.
+_GENERATION_FAILED = 424  # TGI's.
 _FAILURES = 3  # In a row: server errors after which an engine must prove itself.
 
 
@@ -166,6 +168,19 @@ class Engine:
         async with response:
             raise self._refusal(response, await _read(response, _MAX_ERROR, cut=True))
 
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids by the engine's own tokenizer; "" where it gives none within 2 s."""
+        try:
+            if not ids:
+                return ""
+            async with asyncio.timeout(_LOOK_S):
+                response = await self.post("/detokenize", {"model": self.served, "tokens": ids})
+                async with response:
+                    value = _json(await _read(response, _MAX_TEXT))
+        except (TimeoutError, HeadraceError):
+            return ""
+        return str(value.get("prompt") or "") if isinstance(value, dict) else ""
+
     async def _sent(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         data, headers = orjson.dumps(body), {**self._headers(), **headers}
         return await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
@@ -190,7 +205,7 @@ class Engine:
             return RequestFailedError("the engine refuses the transformer's key", hop=HOP)
         if status == 429:
             return OverloadedError(message, hop=HOP, retry_after_ms=_retry_after_ms(response))
-        if 400 <= status < 500 or status == 501:
+        if (400 <= status < 500 and status != _GENERATION_FAILED) or status == 501:
             return InvalidRequestError(message, hop=HOP)
         self._failures += 1
         if status in (502, 503, 504) or self._failures >= _FAILURES:
@@ -206,18 +221,31 @@ class Engine:
         card = next((card for card in cards if card.get("id") == wanted), None)
         if card is None:
             raise NotReadyError(f"it serves {', '.join(names[:8]) or 'nothing'}, not {wanted!r}", hop=HOP)
-        self.served, owner = wanted, str(card.get("owned_by"))
-        self.kind = self.source.kind or (owner if owner in KINDS else OTHER)
+        owner = str(card.get("owned_by"))
         self.generates = card.get("kind", "generation") == "generation"
         self.folder = str(card.get("root") or "")
-        length = card.get("max_model_len")
+        length, places = card.get("max_model_len"), None
+        if owner in KINDS or not self.ready:
+            self.kind = self.source.kind or (owner if owner in KINDS else await self._unstated_kind())
         if self.kind == "llamacpp" and not self.ready:
             properties = await self.get("/props")
-            settings, slots = properties.get("default_generation_settings"), properties.get("total_slots")
-            self.places = self.source.max_running or (slots if isinstance(slots, int) else _PLACES)
+            settings, places = properties.get("default_generation_settings"), properties.get("total_slots")
             length = settings.get("n_ctx") if isinstance(settings, dict) else None
+        elif self.kind == TGI and not self.ready:
+            information = await self.get("/info")
+            length, places = information.get("max_total_tokens"), information.get("max_concurrent_requests")
+        if isinstance(places, int):
+            self.places = self.source.max_running or places
+        self.served = _TGI_MODEL if self.kind == TGI else wanted
         if isinstance(length, int) and length > 0:
             self.context_length = length
+
+    async def _unstated_kind(self) -> str:
+        """The kind of an engine whose list of models does not name it."""
+        try:
+            return TGI if "max_concurrent_requests" in await self.get("/info") else OTHER
+        except HeadraceError:
+            return OTHER
 
     async def _prove(self) -> None:
         """Has the engine generate one token; raises HeadraceError. A refusal is an answer too: of an encoder."""
@@ -245,9 +273,9 @@ def error_of_event(value: Mapping[str, Any]) -> HeadraceError | None:
     error = value.get("error")
     if not error or value.get("choices"):
         return None
-    code = error.get("code") if isinstance(error, dict) else None
+    code = error.get("code", error.get("http_status_code")) if isinstance(error, dict) else None
     message = error_message(orjson.dumps({"error": error})) or "an error without a message"
-    if isinstance(code, int) and 400 <= code < 500:
+    if isinstance(code, int) and 400 <= code < 500 and code != _GENERATION_FAILED:
         return InvalidRequestError(message, hop=HOP)
     return HopBrokenError(f"the engine reports an error: {message}", hop=HOP)
 

@@ -1,15 +1,20 @@
 """A stream of an engine that passes as it is, and goes on at another engine after a failure.
 
-An answer of nothing but text goes on from its text: the next engine gets the prompt with the text so far, as an
-approximation, for text says less than tokens. Any other one (several choices, calls, reasoning, a form, log
+An answer of nothing but text goes on from its token ids, where its engine gave them and the next one takes them: they
+are asked for, and the client does not get them. It goes on behind the last token whose text was shown, if the engine's
+own tokenizer makes that text of the ids; else from its text: the next engine gets the prompt with the text so far, as
+an approximation, for text says less than tokens. Any other one (several choices, calls, reasoning, a form, log
 probabilities) is asked for again, and what the client has is compared and left out: an engine that repeats itself
 continues it exactly, and an answer that comes out as another one ends with an error.
 
-Events pass unparsed in all but the model's name; those of a later engine get the id of the first. Pure.
+Events pass unchanged in all but the model's name and ids that the client has not asked for; those of a later engine
+get the id of the first. Pure. Source: vLLM's `return_token_ids`.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -17,11 +22,22 @@ import orjson
 from headrace.errors import HopBrokenError
 from headrace_transformer.predictors.engines.engine import HOP
 from headrace_transformer.predictors.engines.events import parsed
+from headrace_transformer.predictors.engines.token_call import FORMS
 from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, RESTARTED
 
 _CONTINUING_KINDS = ("vllm", "sglang", "headrace")  # They have `continue_final_message`.
-_LIMITS = ("max_tokens", "max_completion_tokens")
-_HEAD = ("id", "created")
+ID_KINDS = ("vllm", "headrace")  # They give the ids of text, the text of ids, and log probabilities of prompts.
+_LIMITS = ("max_completion_tokens", "max_tokens")
+_COMPLETION_TOKENS = 16  # Without max_tokens.
+_HEAD = ("id", "object", "created")
+_COMPLETIONS = "/completions"
+# What else than text an answer may have; what only chats have, or have as another type.
+_BEYOND = ("tools", "functions", "structured_outputs", "logprobs", "prompt_logprobs", "echo", *FORMS)
+_OF_CHATS = re.compile(
+    "messages|documents|.*tool.*|.*chat_template.*|add_generation_prompt|.*_final_message|.*logprobs|.*reasoning.*"
+)
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool_result", "thinking")
+_CONTEXT = 8  # Ids before the answer that decide how its first one is written.
 
 Place = tuple[int, str]  # A choice, and where in it a text is.
 
@@ -31,11 +47,12 @@ class RepetitionError(HopBrokenError):
 
 
 class PassedAnswer:
-    """What the client has of one answer to `body`, whose model it calls `model`."""
+    """What the client has of one answer to `body` at `path`, whose model it calls `model`."""
 
-    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+    def __init__(self, path: str, body: Mapping[str, Any], model: str) -> None:
         self.finish_reason = ""
         self.usage: Mapping[str, Any] = {}
+        self._path = path
         self._body = body
         self._model = model
         self._shown: dict[Place, str] = {}
@@ -45,6 +62,13 @@ class PassedAnswer:
         self._begun: set[Place] = set()
         self._ended: set[int] = set()
         self._is_continued = False
+        is_beyond = any(map(body.get, _BEYOND)) or has_media(body)
+        hides_ids = body.get("include_reasoning") is False  # vLLM leaves out those of what it hides.
+        self._may_have_ids = self._choices == 1 and not is_beyond and not hides_ids
+        self._is_by_ids = False
+        self._prompt_ids: list[int] = []
+        self._ids: list[int] = []
+        self._shown_ids = 0  # How many of the ids have text that was shown, or are before one that has.
 
     def is_whole(self) -> bool:
         """Every choice has ended."""
@@ -56,15 +80,34 @@ class PassedAnswer:
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         return prompts * (n if type(n) is int and n > 0 else 1)
 
-    def continuing(self, kind: str) -> tuple[dict[str, Any], str]:
-        """The request that the next engine gets, and how it continues the answer."""
+    def first(self, kind: str) -> dict[str, Any]:
+        """The request that the first engine gets, and each later one until the answer has begun."""
+        self._may_have_ids = self._may_have_ids and kind in ID_KINDS
+        return {**self._body, "return_token_ids": True} if self._may_have_ids else dict(self._body)
+
+    def shown_ids(self, kind: str) -> Sequence[int]:
+        """Ids whose text, by the tokenizer of an engine of that kind, has to end with `shown`; none if it is no use."""
+        usable = self._may_have_ids and kind in ID_KINDS and self._prompt_ids and self._only_text() is not None
+        return [*self._prompt_ids[-_CONTEXT:], *self._ids[: self._shown_ids]] if usable else ()
+
+    def continuing(self, kind: str, text_of_ids: str, context_length: int | None) -> tuple[str, dict[str, Any], str]:
+        """The path and the request that the next engine gets, and how it continues the answer.
+
+        `text_of_ids` is what the engine's tokenizer makes of `shown_ids`.
+        """
         self._is_continued = bool(self._shown or self._begun)
-        if not self._is_continued:
-            return dict(self._body), RESTARTED
+        if not self._shown:
+            self._prompt_ids, self._ids, self._shown_ids = [], [], 0
+            return self._path, self.first(kind), EXACT if self._is_continued else RESTARTED
         if (text := self._only_text()) is None:
-            self._left = dict(self._shown)
-            return dict(self._body), EXACT
-        return self._after(text, kind), APPROXIMATE
+            self._left, self._may_have_ids = dict(self._shown), False
+            return self._path, dict(self._body), EXACT
+        limit = self._limit(context_length)
+        self._is_by_ids = limit is not None and bool(text_of_ids) and text_of_ids.endswith(text)
+        if limit is not None and self._is_by_ids:
+            return _COMPLETIONS, self._after_ids(limit), EXACT if _is_greedy(self._body) else APPROXIMATE
+        self._may_have_ids = False  # The next engine's ids would be those of a part.
+        return self._path, self._after(text, kind), APPROXIMATE
 
     def take(self, data: bytes) -> tuple[bytes, str]:
         """The event that the client gets, b"" for none, and its text; raises HeadraceError."""
@@ -76,11 +119,16 @@ class PassedAnswer:
         return written, text
 
     def _take(self, event: dict[str, Any], data: bytes) -> tuple[bytes, str]:
-        self.usage = event.get("usage") or self.usage
         texts, is_new = [], not event.get("choices")
         for choice in event.get("choices") or ():
             index = int(choice["index"])
+            if self._is_by_ids:
+                choice.pop("prompt_token_ids", None)
+            if self._is_by_ids and "messages" in self._body:
+                choice["delta"] = {"content": choice.pop("text")}
             new = list(self._unshown(index, choice))
+            if self._may_have_ids:
+                self._take_ids(event, choice, has_text=bool(new))
             texts += new
             is_new |= bool(new)
             if reason := choice.get("finish_reason"):  # Some servers have "" until the end.
@@ -89,15 +137,36 @@ class PassedAnswer:
                 self.finish_reason = str(reason)
                 self._ended.add(index)
                 is_new = True
+            elif self._may_have_ids and choice.get("delta") == {} and not self._body.get("return_token_ids"):
+                return b"", ""  # vLLM sends it for its ids alone.
+        if self._is_by_ids and event.get("usage"):
+            prompt, completion = len(self._prompt_ids), len(self._ids)
+            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            event["usage"] |= counts
+        self.usage = event.get("usage") or self.usage
         self._head = self._head or {name: event[name] for name in _HEAD if name in event}
         self._events += bool(texts)
         if self._is_continued:
             if not is_new:
                 return b"", ""
             data = orjson.dumps({**event, **self._head, "model": self._model})
+        elif self._may_have_ids:
+            data = orjson.dumps({**event, "model": self._model})
         elif "model" in event and event["model"] != self._model:
             data = renamed(data, event["model"], self._model)
         return data, "".join(texts)
+
+    def _take_ids(self, event: dict[str, Any], choice: dict[str, Any], has_text: bool) -> None:
+        """Keeps the ids of an event, and takes them out where the client has not asked for them."""
+        ids = choice.get("token_ids") or []
+        if not self._prompt_ids:
+            self._prompt_ids = event.get("prompt_token_ids") or choice.get("prompt_token_ids") or []
+        self._ids += ids
+        if has_text and ids:
+            self._shown_ids = len(self._ids)
+        for holder, name in ((event, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")):
+            if name in holder and not self._body.get("return_token_ids"):
+                holder[name] = None  # As vLLM writes it.
 
     def _unshown(self, index: int, choice: dict[str, Any]) -> Iterator[str]:
         """The texts of a choice that the client has not; what it has is taken out of the choice."""
@@ -122,12 +191,29 @@ class PassedAnswer:
 
     def _only_text(self) -> str | None:
         """The text so far of an answer that has nothing else; None for any other one."""
-        body = self._body
-        further = ("tools", "functions", "response_format", "structured_outputs", "logprobs", "echo", "grammar")
         places = [place for _, place in self._shown]
-        if any(body.get(name) for name in further) or not set(places) <= {"content", "text"} or len(places) != 1:
+        if any(map(self._body.get, _BEYOND)) or not set(places) <= {"content", "text"} or len(places) != 1:
             return None
         return self._shown[next(iter(self._shown))] if self._choices == 1 else None
+
+    def _limit(self, context_length: int | None) -> int | None:
+        """How many tokens the answer may have in all, None if it is not known."""
+        stated = next((self._body[name] for name in _LIMITS if isinstance(self._body.get(name), int)), None)
+        if stated is not None or "prompt" in self._body:
+            return stated or _COMPLETION_TOKENS
+        return None if context_length is None else context_length - len(self._prompt_ids)
+
+    def _after_ids(self, limit: int) -> dict[str, Any]:
+        """The request to go on behind the last id whose text was shown; those behind it come again."""
+        del self._ids[self._shown_ids :]
+        kept = {name: value for name, value in self._body.items() if not _OF_CHATS.fullmatch(name)}
+        body = kept if "messages" in self._body else dict(self._body)
+        for name in ("max_completion_tokens", "truncate_prompt_tokens"):
+            body.pop(name, None)
+        if isinstance(least := body.get("min_tokens"), int):
+            body["min_tokens"] = max(0, least - len(self._ids))
+        ids = [*self._prompt_ids, *self._ids]
+        return body | {"prompt": ids, "max_tokens": max(1, limit - len(self._ids)), "return_token_ids": True}
 
     def _after(self, text: str, kind: str) -> dict[str, Any]:
         body = copy.copy(dict(self._body))
@@ -141,6 +227,21 @@ class PassedAnswer:
         messages = [*body["messages"], {"role": "assistant", "content": text}]
         options = {"continue_final_message": True, "add_generation_prompt": False} if kind in _CONTINUING_KINDS else {}
         return body | {"messages": messages} | options
+
+
+def has_media(body: Mapping[str, Any]) -> bool:
+    """Whether a message has a part that is no text."""
+    with suppress(AttributeError, TypeError):
+        for message in body.get("messages") or ():
+            content = message.get("content")
+            if isinstance(content, list) and any(part.get("type") not in _TEXT_PARTS for part in content):
+                return True
+    return bool(body.get("audio") or (body.get("modalities") or ["text"]) != ["text"])
+
+
+def _is_greedy(body: Mapping[str, Any]) -> bool:
+    """Whether each token follows from those before it alone."""
+    return body.get("temperature") == 0 and not (body.get("presence_penalty") or body.get("frequency_penalty"))
 
 
 def _texts(choice: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -21,7 +21,7 @@ from headrace_transformer.predictors.engines.token_formats import TokenFormat
 from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, TokenChunk
 
 # Fields of engines by which an answer has a form.
-_FORMS = ("grammar", "json_schema", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORMS = ("grammar", "json_schema", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class TokenCall:
     def __post_init__(self) -> None:
         self.predictor, sampling = self.engine.name, self.sampling
         self.continuity = "" if not self.output_ids else EXACT if is_exact(sampling) else APPROXIMATE
-        self._has_form = bool(sampling.structured_outputs) or any(name in self.further_fields for name in _FORMS)
+        self._has_form = bool(sampling.structured_outputs) or any(name in self.further_fields for name in FORMS)
         self._begin(repeats=bool(self.output_ids) and (self._has_form or not continues(sampling)))
 
     async def read(self) -> TokenChunk:
