@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.integer_linear import IntegerLinear, Quantisation
@@ -60,7 +63,7 @@ def test_a_head_of_a_4_bit_model_has_8():
         ("gemma3", "int8"),
         ("gpt2", "int4"),
         ("gpt_oss", "int8"),
-        ("deepseek_v3", "int8"),
+        ("deepseek_v3", "int4"),
         ("mamba", "int8"),
         ("bloom", "int8"),
         ("doge", "int8"),
@@ -107,6 +110,39 @@ def test_what_a_pass_does_not_call_and_what_chooses_experts_stay():
     assert (model(x) - expected).norm() < 0.2 * expected.norm()
     # In blocks of 128 inputs 8 and 4.5 bits a weight, the head's scales; what stayed.
     assert quantised.weights_bytes == 64 * 128 + 64 * 72 + 4 * 64 + 2 * 4 * (64 * 64 + 64)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(("kind", "config"), [(MixtralExperts, MixtralConfig), (GptOssExperts, GptOssConfig)])
+def test_experts_of_one_tensor_are_products_of_the_reference(kind, config, format_):
+    experts = kind(config(hidden_size=192, intermediate_size=64, num_local_experts=4)).requires_grad_(False)
+    for parameter in experts.parameters():
+        parameter.copy_(numbers(*parameter.shape))
+    experts.get_output_embeddings = lambda: None
+    x, weights = numbers(9, 192), numbers(9, 2).abs()
+    chosen = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0], [2, 0], [0, 3]])
+    tensors, names = dict(experts.named_parameters()), ("gate_up_proj", "down_proj")
+
+    def product(name, expert, row):
+        weight, bias = tensors[name][expert], tensors.get(f"{name}_bias")
+        weight = weight.t() if experts.is_transposed else weight
+        bias = None if bias is None else bias[expert].numpy()
+        return torch.from_numpy(Linear(weight.contiguous().numpy(), bias, format_ == "int4")(row.numpy()))
+
+    opened = [[product(names[0], expert, row[None]) for expert in own] for row, own in zip(x, chosen, strict=True)]
+    closed = [
+        torch.cat([product(names[1], expert, experts._apply_gate(one)) for expert, one in zip(own, ones, strict=True)])
+        for own, ones in zip(chosen, opened, strict=True)
+    ]
+    expected = torch.stack([(one * weight[:, None]).sum(0) for one, weight in zip(closed, weights, strict=True)])
+    exact = experts(x, chosen, weights)
+    quantised = Quantisation(format_, lambda size: PackedFile())
+    quantised(experts, lambda: experts(x, chosen, weights))  # Nobody has chosen the expert 1.
+    assert torch.equal(experts(x, chosen, weights), expected)
+    assert torch.equal(experts(x[4:5], chosen[4:5], weights[4:5]), expected[4:5])
+    assert (expected - exact).norm() < 0.2 * exact.norm()
+    assert all(type(one) is IntegerLinear for name in ("opening", "closing") for one in getattr(experts, name))
+    assert not [*experts.parameters()]
 
 
 async def test_packed_weights_are_mapped_at_the_next_start(tmp_path):

@@ -17,6 +17,7 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu import decode
 from headrace_predictor.engine.cpu.attention import POOL
 from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.experts import ExpertLinears, split_experts
 from headrace_predictor.engine.cpu.formats import MARKERS, pack, panel_bytes
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import WeightKind, called_linears, weight_of
@@ -87,7 +88,8 @@ def _compute(marker: Any, rows: Any, product: Any, parameters: Any, threads: Any
 
 
 class Quantisation:
-    """Quantises the linear layers of a model that a pass calls; the head has 8 bits in any format.
+    """Quantises the linear layers of a model that a pass calls, and all experts beside one; the head has 8 bits in any
+    format.
 
     Weights of other layers may be read as they are, so these stay, and so do layers that choose experts. `open_file`
     opens the file of so many bytes at most.
@@ -100,7 +102,11 @@ class Quantisation:
 
     def __call__(self, model: Any, run: Callable[[], None]) -> None:
         """Quantises what `run` calls, and runs it again."""
+        split_experts(model)
         head, called = model.get_output_embeddings(), called_linears(model, run)
+        for experts in (module for module in model.modules() if isinstance(module, ExpertLinears)):
+            if not called.isdisjoint(experts):
+                called.update(experts)
         places: dict[Any, list[tuple[Any, str]]] = {}
         for path, child in model.named_modules(remove_duplicate=False):
             owner, _, name = path.rpartition(".")
@@ -109,7 +115,10 @@ class Quantisation:
         if not places:
             raise StartupError(f"PREDICTOR_WEIGHTS={self._format}: {type(model).__name__} calls no linear layer")
         file = self._open_file(sum(self._most_bytes(child, child is head) for child in places))
-        for child, users in places.items():
+        called.clear()
+        while places:
+            child, users = next(iter(places.items()))
+            del places[child]  # Its weights can go when they are packed.
             layer = IntegerLinear(weight_of(child), child.bias, self._format, child is head, file)
             self.weights_bytes += layer.packed.weights.nbytes + layer.packed.scales.nbytes
             for module, name in users:
