@@ -47,6 +47,9 @@ def import_libraries() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Nearly all that an import makes stays: collections would be a third of its time, and free 8 MB of 380.
     gc.disable()
+    from headrace_predictor.engine_process.light_imports import import_transformers
+
+    import_transformers()
     from headrace_predictor.engine_process import worker  # noqa: F401
     from headrace_predictor.engine_process.rehearsal import rehearse
 
