@@ -4,28 +4,31 @@ transformers takes from them decorators, placements and losses of training, whic
 were a third of the processor's time of a host's start.
 """
 
-import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 _COMPILER = "torch._dynamo"
 
 
-def import_transformers() -> None:
-    """For a process that compiles nothing by torch: what transformers' decorators say to the compiler is lost."""
+@contextmanager
+def light_imports() -> Iterator[None]:
+    """For a process that compiles nothing by torch: what is decorated meanwhile says nothing to the compiler."""
     from transformers import utils
 
     for module in (utils, utils.import_utils):
         vars(module).update(is_torch_distributed_available=_never, is_scipy_available=_never)
     if _COMPILER in sys.modules or (spec := find_spec(_COMPILER)) is None:
+        yield
         return
     # Its submodules can be imported, but not its own code, which imports all of them.
     package: Any = module_from_spec(spec)
     package.__getattr__ = _decorator
     sys.modules[_COMPILER] = package
     try:
-        importlib.import_module("transformers.models.llama.modeling_llama")
+        yield
     finally:
         del sys.modules[_COMPILER]
 
