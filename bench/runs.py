@@ -58,6 +58,7 @@ async def running_stack(
 
     `environment` and `change_gateway` are those of headrace_runner.stack.Stack, `overrides` fields of its settings.
     """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Without compiled modules a start takes longer.
     commands = {"predictor": (sys.executable, "-m", f"bench.{predictor}")} if predictor else {}
     overrides = {"models": ",".join(f"{model}=models/{model}" for model in models), **overrides}
     with tempfile.TemporaryDirectory() as folder:

@@ -47,10 +47,13 @@ def import_libraries() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Nearly all that an import makes stays: collections would be a third of its time, and free 8 MB of 380.
     gc.disable()
-    from headrace_predictor.engine_process import worker  # noqa: F401
-    from headrace_predictor.engine_process.rehearsal import rehearse
+    from headrace_predictor.engine_process.light_imports import light_imports
 
-    rehearse()
+    with light_imports():
+        from headrace_predictor.engine_process import worker  # noqa: F401
+        from headrace_predictor.engine_process.rehearsal import rehearse
+
+        rehearse()
     # Objects that no collection looks at stay shared with the forks.
     gc.freeze()
     gc.enable()

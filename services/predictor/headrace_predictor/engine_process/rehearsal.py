@@ -1,14 +1,17 @@
-"""Builds and runs a tiny model in the host, so that its forks share what the first use of the libraries makes: tables
-of compiled kernels, caches of classes. An engine process starts faster then and needs half the memory of its own.
+"""Loads and runs a tiny model in the host, so that its forks share what the first use of the libraries makes: tables
+of compiled kernels, caches of classes, patterns of weights' names. An engine process starts faster then and needs half
+the memory of its own.
 
 Single-threaded, because the host is forked; never on the device.
 """
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
@@ -35,13 +38,17 @@ def rehearse() -> None:
 def _run_tiny_model() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     config = LlamaConfig(
         vocab_size=_VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     with torch.inference_mode():
-        model = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+        kind: Any = LlamaForCausalLM
+        model = kind.from_pretrained(None, config=config, state_dict=kind(config).state_dict()).eval()
         shape = cache_shape(model)
-        Proof(model, shape, _VOCABULARY, _BLOCKS * BLOCK_TOKENS).of_paged()
+        proof = Proof(model, shape, _VOCABULARY, _BLOCKS * BLOCK_TOKENS)
+        proof.check_generate("rehearsed")
+        proof.of_paged()
         fuse_layers(model)
         pack_linears(model)
         PagedRunner(model, shape, _BLOCKS).probe()

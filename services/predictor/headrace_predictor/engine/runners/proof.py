@@ -27,7 +27,7 @@ from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunn
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.engine.runners.proof_conditions import few_layers, near_limits, widened
+from headrace_predictor.engine.runners.proof_conditions import few_layers, near_limits, repeat_reaches, widened
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
@@ -155,7 +155,9 @@ class Proof:
                     find(len(self._ids) if changed else self._context)
                 found = excess()
             if find is not None:
-                find(self._context)
+                with few_layers(self._model):  # Else it would read all weights.
+                    find(self._context)
+                repeat_reaches(self._model)
         except Exception as error:
             logger.debug("a runner failed in the proof", exc_info=True)
             kind = "its layers compute with their masks" if self._hides_masks else kind

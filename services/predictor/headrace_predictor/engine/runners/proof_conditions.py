@@ -10,6 +10,7 @@ from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 
 _LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
+_LOGITS = 4096
 # Attributes of configurations and modules that are numbers of positions or of tokens, and their values in the test.
 _LIMITS = {
     "sliding_window": 8,
@@ -57,26 +58,42 @@ def widened(model: Any, narrow_dtype: torch.dtype, dtype: torch.dtype) -> Iterat
 
 @contextmanager
 def few_layers(model: Any) -> Iterator[None]:
-    """Leaves out those layers of a gated decoder that repeat earlier ones: after the second of each kind.
+    """Leaves out what repeats in a gated decoder: layers after the second of each kind, on the CPU most of the logits.
 
-    Rounding adds up over the layers, so float32 would be asked about most deep models of bfloat16.
+    Rounding adds up over the layers, so float32 would be asked about most deep models of bfloat16. The output layer of
+    a large vocabulary would take most of the proof's time.
     """
     if type(model) not in GATED_MODELS:
         yield
         return
-    decoder, whole = model.model, model.model.layers
+    decoder, whole, outputs = model.model, model.model.layers, model.lm_head.weight
     decoder.layers = whole[: proven_layers(model)]
+    if model.device.type == "cpu":
+        model.lm_head.weight = torch.nn.Parameter(outputs[:_LOGITS], requires_grad=False)
     try:
         yield
     finally:
-        decoder.layers = whole
+        decoder.layers, model.lm_head.weight = whole, outputs
 
 
 def proven_layers(model: Any) -> int:
     """How many layers of a gated decoder the proof computes: up to the second of each kind."""
+    kinds = _kinds(model)
+    return max(i + 1 for i, kind in enumerate(kinds) if kinds[:i].count(kind) < _LAYERS)
+
+
+def repeat_reaches(model: Any) -> None:
+    """Gives the layers that `few_layers` leaves out the reach of the first of their kind."""
+    if type(model) in GATED_MODELS:
+        first: dict[str, Any] = {}
+        for kind, layer in zip(_kinds(model), model.model.layers, strict=True):
+            layer.self_attn.reach = first.setdefault(kind, layer.self_attn).reach
+
+
+def _kinds(model: Any) -> list[str]:
+    """The kind of each layer of a gated decoder."""
     count = len(model.model.layers)
-    kinds = getattr(model.config, "layer_types", None) or [""] * count
-    return max(i + 1 for i, kind in enumerate(kinds[:count]) if kinds[:i].count(kind) < _LAYERS)
+    return (getattr(model.config, "layer_types", None) or [""] * count)[:count]
 
 
 @contextmanager
