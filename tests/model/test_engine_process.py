@@ -11,7 +11,14 @@ import numpy as np
 import psutil
 import pytest
 
-from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
+from headrace.errors import (
+    DeadlineError,
+    HopBrokenError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    StartupFault,
+)
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import EngineProcessError
 from headrace_predictor.engine_process import launch
@@ -184,6 +191,14 @@ async def test_a_host_that_was_started_before_makes_the_first_engine():
         engine = await host.start_engine(theirs)
         assert host.pid == pid == psutil.Process(engine).ppid()
         await host.close()
+
+
+async def test_the_log_has_the_reason_why_a_host_failed(monkeypatch, caplog):
+    monkeypatch.setattr(f"{EngineHost.__module__}._START_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(StartupFault, match="see the log"):
+        await EngineHost().start_engine(theirs)
+    assert "the engine host failed: TimeoutError" in caplog.text
 
 
 async def test_the_host_uses_one_thread(engine_of, engine_host):

@@ -12,7 +12,7 @@ import torch
 from headrace_predictor.engine.gpu.operations import HeadNorms, Scores, Tokens
 from tests.support import plain_kernels as plain
 
-kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for x86.
+kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for Linux.
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies no bfloat16.

@@ -59,7 +59,7 @@ class EngineHost:
                 try:
                     return await self._start_engine(connection)
                 except (OSError, TimeoutError) as error:
-                    logger.warning("the engine host failed: %s", error or type(error).__name__)
+                    logger.warning("the engine host failed: %s", str(error) or type(error).__name__)
                     await self._end()
         raise StartupFault("no engine process can be started; see the log")
 
