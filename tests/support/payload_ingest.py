@@ -8,7 +8,7 @@ import grpc
 
 from headrace.payload.parts import Begin
 from headrace.payload.records import answer_of
-from headrace.payload.rules import Modes, PayloadRules
+from headrace.payload.rules import PayloadRules
 from headrace.payload.settings import RecordingSettings
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
@@ -122,7 +122,7 @@ def tap_of(target, rules=None, *, spool, spool_max=1 << 30, memory=64 << 20, fsy
         payload_spool_max=spool_max,
         payload_queue_memory=memory,
         payload_spool_fsync=fsync,
-        payload_log=Modes(rules.default, rules.models),
+        payload_log=rules,
         payload_sample=rules.sample,
         payload_redact=rules.redactions,
         payload_metadata=rules.metadata,
