@@ -16,6 +16,7 @@ from google.api.httpbody_pb2 import HttpBody
 from headrace.clients import Client
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS
 from headrace.payload.call import recorded
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
@@ -283,7 +284,7 @@ class _PassedCall:
 def _scores_prompt(body: dict[str, Any], model: TextModel) -> bool:
     """Whether a request wants log probabilities of its prompt from an engine that has them."""
     with_echo = bool(body.get("echo")) and body.get("logprobs") is not None
-    return (with_echo or body.get("prompt_logprobs") is not None) and model.facts.get("engine") in ID_KINDS
+    return (with_echo or body.get(PROMPT_LOGPROBS) is not None) and model.facts.get("engine") in ID_KINDS
 
 
 def _recorded(body: dict[str, Any]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from headrace.errors import HopBrokenError
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS
 from headrace_transformer.predictors.engines.engine import HOP
 from headrace_transformer.predictors.engines.events import parsed
 from headrace_transformer.predictors.engines.token_call import FORMS
@@ -32,7 +33,7 @@ _COMPLETION_TOKENS = 16  # Without max_tokens.
 _HEAD = ("id", "object", "created")
 _COMPLETIONS = "/completions"
 # What else than text an answer may have; what only chats have, or have as another type.
-_BEYOND = ("tools", "functions", "structured_outputs", "logprobs", "prompt_logprobs", "echo", *FORMS)
+_BEYOND = ("tools", "functions", "structured_outputs", "logprobs", PROMPT_LOGPROBS, "echo", *FORMS)
 _OF_CHATS = re.compile(
     "messages|documents|.*tool.*|.*chat_template.*|add_generation_prompt|.*_final_message|.*logprobs|.*reasoning.*"
 )
