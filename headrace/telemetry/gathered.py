@@ -54,15 +54,21 @@ _by_name: WeakKeyDictionary[Meter, dict[str, Gathered]] = WeakKeyDictionary()
 def histogram(meter: Meter | None, name: str, unit: str, description: str, buckets: Sequence[float]) -> Gathered:
     """A histogram of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("headrace")
-    made = meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
-    return _gathered(meter, name, lambda values, attributes: made.record(_Batch(values), attributes))
+    by_name = _of(meter)
+    if name not in by_name:
+        made = meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
+        by_name[name] = Gathered(lambda values, attributes: made.record(_Batch(values), attributes))
+    return by_name[name]
 
 
 def counter(meter: Meter | None, name: str, unit: str, description: str) -> Gathered:
     """A counter of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("headrace")
-    made = meter.create_counter(name, unit, description)
-    return _gathered(meter, name, lambda values, attributes: made.add(sum(values), attributes))
+    by_name = _of(meter)
+    if name not in by_name:
+        made = meter.create_counter(name, unit, description)
+        by_name[name] = Gathered(lambda values, attributes: made.add(sum(values), attributes))
+    return by_name[name]
 
 
 def gathered_views() -> list[View]:
@@ -70,8 +76,8 @@ def gathered_views() -> list[View]:
     return [View(instrument_type=metrics.Histogram, aggregation=_BatchHistogram())]
 
 
-def _gathered(meter: Meter, name: str, give: Callable[[list[float], Attributes], None]) -> Gathered:
-    """The instrument; one without values of its own asks for those of all others at each collection."""
+def _of(meter: Meter) -> dict[str, Gathered]:
+    """The instruments of a meter; one more, without values of its own, asks for theirs at each collection."""
     by_name = _by_name.get(meter)
     if by_name is None:
         by_name = _by_name[meter] = {}
@@ -82,7 +88,7 @@ def _gathered(meter: Meter, name: str, give: Callable[[list[float], Attributes],
             return ()
 
         meter.create_observable_counter("headrace.gathered", [collect])
-    return by_name.setdefault(name, Gathered(give))
+    return by_name
 
 
 def _taken(waiting: deque[tuple[float, Attributes]]) -> Iterator[tuple[float, Attributes]]:

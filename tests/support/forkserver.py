@@ -1,6 +1,6 @@
 """Services of a stack as forks of processes that have imported torch and transformers once: see zygote.py.
 
-Starting a predictor takes eight seconds of a core, nearly all of it for imports, and the system tests start hundreds. A
+Starting a predictor takes seconds of a core, nearly all of them for imports, and the system tests start hundreds. A
 fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. For each kind of
 service there are at most two such processes, one for each set of variables that libraries read when they are imported
 or the allocator when a process begins; a service with a third set is started as users start it. The workers of a run

@@ -156,7 +156,7 @@ class Transformer:
         if self._settings.development:
             add_DevelopmentServicer_to_server(DevelopmentServicer(self._replicas), grpc)
 
-    def _add_http(self) -> BatchRunner:
+    def _add_http(self) -> BatchRunner | None:
         """The front ends for the HTTP server, and the batches that two of them answer."""
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
         http = HttpServer(self._server.interceptor, error_body(openai_error), shares_port=settings.listen != "alone")
@@ -172,7 +172,7 @@ class Transformer:
         http.add(*http_methods("Batches", BatchesServicer(store, methods, batch_bodies), openai_error))
         self._server.add_port(http, settings.http_port)
         if store is None:
-            return BatchRunner(None)
+            return None
         return BatchRunner(Resources(store, batch_bodies, methods, router.wait_for, settings.batch_concurrency))
 
     def _own_tasks(self, keys: KeyFile | None) -> None:
@@ -204,7 +204,8 @@ class Transformer:
             await processor.load()
         for name in ("", *_OWN):
             await self._server.set_serving(name, True)
-        self._server.own("batches", self._batches.run(self._server.stopping))
+        if self._batches is not None:
+            self._server.own("batches", self._batches.run(self._server.stopping))
 
     async def _load_and_watch(self) -> None:
         await self._load()

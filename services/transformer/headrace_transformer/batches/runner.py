@@ -27,9 +27,9 @@ _REMOVE_EVERY_S = 600.0
 
 
 class BatchRunner:
-    """Owned by the event loop; nothing runs without a store."""
+    """Owned by the event loop."""
 
-    def __init__(self, shared: Resources | None) -> None:
+    def __init__(self, shared: Resources) -> None:
         self._shared = shared
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # Client and task, by batch.
         self._not_before: dict[str, float] = {}
@@ -37,13 +37,11 @@ class BatchRunner:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Runs batches until `stopping` is set; then their unfinished lines are left to others at once."""
-        if (shared := self._shared) is None:
-            return
         try:
             while not stopping.is_set():
                 wait_s = _POLL_S
                 try:
-                    await self._look(shared)
+                    await self._look()
                 except Exception:
                     logger.exception("looking for batches has failed; trying again")
                     wait_s = _RETRY_AFTER_S
@@ -55,9 +53,9 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self, shared: Resources) -> None:
+    async def _look(self) -> None:
         """Takes batches, as many as there is room for."""
-        store, now = shared.store, time.monotonic()
+        store, now = self._shared.store, time.monotonic()
         if now - self._removed_at >= _REMOVE_EVERY_S:
             self._removed_at = now
             await asyncio.to_thread(store.remove_old)
@@ -79,13 +77,13 @@ class BatchRunner:
                 continue
             if taken is not None:
                 of_client[client] += 1
-                self._running[batch_id] = client, asyncio.create_task(self._run(shared, *taken), name=batch_id)
+                self._running[batch_id] = client, asyncio.create_task(self._run(*taken), name=batch_id)
 
-    async def _run(self, shared: Resources, batch: Batch, lock: IO[str]) -> None:
+    async def _run(self, batch: Batch, lock: IO[str]) -> None:
         thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
         try:
             logger.info("running batch %s", batch.id)
-            await RunningBatch(shared, batch, thread).run()
+            await RunningBatch(self._shared, batch, thread).run()
         except Exception:
             logger.exception("batch %s has failed here; trying again", batch.id)
             self._not_before[batch.id] = time.monotonic() + _RETRY_AFTER_S
