@@ -60,6 +60,7 @@ MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of th
 
 _FEW_TOKENS, _ROWS_OF_CHUNK = 16, 32  # More tokens are prepared by so many in a chunk.
 TOKENS_OF_CHUNK = 64  # Of a product.
+ROW_GAP = 64  # Bytes between rows of bfloat16: at a multiple of 4096 they would share a few lines of the cache.
 _BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_OF_THREAD = 2
@@ -246,8 +247,14 @@ def convert_inputs(token: Any, row: Any, product: Any, parameters: Any, marker: 
 def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
     has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
-    inputs = product[BLOCKS] * BLOCK * (2 if is_bf16(marker) else 1)
+    inputs = product[BLOCKS] * _block_bytes(marker) + (ROW_GAP if is_bf16(marker) else 0)
     return inputs, product[BLOCKS] * 4 * (BLOCK // HALF if is_grouped(marker) else BLOCK // GROUP if has_groups else 1)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _block_bytes(marker: Any) -> Any:
+    """The bytes of a row's inputs in a block."""
+    return BLOCK * (2 if is_bf16(marker) else 1)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -295,7 +302,7 @@ def multiply_panels(
                     kind,
                     min(rows, end - token),
                     at + block * block_bytes,
-                    parameters[INPUTS] + token * inputs + block * (inputs // blocks),
+                    parameters[INPUTS] + token * inputs + block * _block_bytes(marker),
                     inputs,
                     parameters[SCALES] + (token * blocks + block) * 4,
                     parameters[SUMS] + token * sums + block * (sums // blocks),

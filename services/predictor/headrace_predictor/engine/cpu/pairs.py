@@ -43,6 +43,7 @@ def _features() -> set[str]:
 FEATURES = _features()
 HAS_BF16 = "avx512bf16" in FEATURES
 HAS_MATRICES = HAS_BF16 and "amx-bf16" in FEATURES and HAS_TILES
+HAS_BYTE_MATRICES = "amx-int8" in FEATURES and HAS_TILES
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -184,9 +185,20 @@ def with_tiles(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
 
 
 def add_tiles(
-    builder: Any, tiles: int, across: int, steps: Any, left: Rows, right: Rows, out: Rows, is_new: bool = False
+    builder: Any,
+    tiles: int,
+    across: int,
+    steps: Any,
+    left: Rows,
+    right: Rows,
+    out: Rows,
+    is_new: bool = False,
+    instruction: str = "tdpbf16ps",
 ) -> None:
-    """Emits the code for `tiles` times `across` tiles of sums, four at most, over `steps` times STEP rows."""
+    """Emits the code for `tiles` times `across` tiles of sums, four at most, over `steps` times STEP rows.
+
+    By `tdpbsud` products of bytes, signed on the left and unsigned on the right in fours, over twice as many rows.
+    """
     sums = {
         (i, j): (_BYTE(2 * i + j), out.at(builder, _SIZE(_TILE * i), 64 * j))
         for i in range(tiles)
@@ -205,7 +217,7 @@ def add_tiles(
             pairs = _BYTE(4 + tiles + j % (4 - tiles))
             _load_tile(builder, pairs, right.at(builder, builder.mul(step, _SIZE(STEP // 2)), 64 * j))
             for i in range(tiles):
-                _call(builder, "llvm.x86.tdpbf16ps", sums[i, j][0], _BYTE(4 + i), pairs)
+                _call(builder, f"llvm.x86.{instruction}", sums[i, j][0], _BYTE(4 + i), pairs)
     for tile, place in sums.values():
         _call(builder, "llvm.x86.tilestored64", tile, place.pointer(builder, _BYTE), place.stride)
 

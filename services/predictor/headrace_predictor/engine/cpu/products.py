@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from headrace_predictor.engine.cpu.pairs import (
     FEATURES,
+    HAS_BYTE_MATRICES,
     HAS_MATRICES,
     STEP,
     TILES_ROWS,
@@ -56,7 +57,7 @@ def multiply(
     blocks: Any,
     out: Any,
 ) -> Any:
-    """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
+    """Adds the products of rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL]; see `rows_at_once`.
 
     `weights` is an empty array of the format's type; `kind`: of grouped weights an index of KINDS, and in a model of
     4-bit weights 1 if this product has 8.
@@ -82,6 +83,9 @@ def multiply(
             for n in range(1, ROWS + 1):
                 with builder.if_then(builder.and_(wanted, builder.icmp_signed("==", count, _SIZE(n)))):
                     _tile(builder, emit, n, *rest)
+        if _has_tiles(weights.dtype):
+            with builder.if_then(builder.icmp_signed(">", count, _SIZE(ROWS))):
+                _bits_8_by_tiles(builder, count, *rest)
         return context.get_dummy_value()
 
     return types.void(weights, *(types.int64,) * 10), generate
@@ -89,12 +93,17 @@ def multiply(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rows_at_once(typing_context: Any, weights: Any) -> Any:
-    """How many rows `multiply` takes for an empty array of the format's type."""
+    """How many rows `multiply` takes at most, for an empty array of the format's type."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _SIZE(TILES_ROWS if HAS_MATRICES and weights.dtype == types.uint16 else ROWS)
+        return _SIZE(TILES_ROWS if _has_tiles(weights.dtype) else ROWS)
 
     return types.int64(weights), generate
+
+
+def _has_tiles(kind: Any) -> bool:
+    """Whether the processor multiplies matrices of this type of weights."""
+    return bool((HAS_MATRICES and kind == types.uint16) or (HAS_BYTE_MATRICES and kind == types.uint8))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -145,11 +154,42 @@ def _bfloat16(builder: Any, count: Any, blocks: Any, inputs: Rows, at: Any, out:
                 add_vectors(builder, n, _VECTORS, steps, inputs, weights, target)
         return
 
+    with_tiles(builder, count, lambda tiles: _add_panel(builder, tiles, steps, inputs, weights, target))
+
+
+def _add_panel(builder: Any, tiles: int, steps: Any, inputs: Rows, weights: Rows, sums: Rows, **how: Any) -> None:
+    """`add_tiles` for the columns of a panel."""
+    across = 4 // tiles  # Few rows read the weights in the order of their memory.
+    for column in range(0, 4 * PANEL, 64 * across):
+        right, out = (rows.at(builder, _SIZE(0), column) for rows in (weights, sums))
+        add_tiles(builder, tiles, across, steps, inputs, right, out, **how)
+
+
+def _bits_8_by_tiles(
+    builder: Any, count: Any, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any, sums_stride: Any, *rest: Any
+) -> None:
+    """The sums of `_bits_8`, bit by bit, for up to TILES_ROWS rows."""
+    blocks, out = rest
+    memory = cgutils.alloca_once(builder, ir.ArrayType(_INTS, _VECTORS * TILES_ROWS))
+    exact = Rows(builder.ptrtoint(memory, _SIZE), _SIZE(4 * PANEL))
+    own_scales, own_sums = Rows(scales, builder.udiv(stride, _SIZE(BLOCK // 4))), Rows(sums, sums_stride)
+
     def add(tiles: int) -> None:
-        across = 4 // tiles  # Few rows read the weights in the order of their memory.
-        for column in range(0, 4 * PANEL, 64 * across):
-            right, sums = (rows.at(builder, _SIZE(0), column) for rows in (weights, target))
-            add_tiles(builder, tiles, across, steps, inputs, right, sums)
+        with cgutils.for_range_slice(builder, _SIZE(0), blocks, _SIZE(1), _SIZE) as (block, _):
+            left = Rows(inputs, stride).at(builder, _SIZE(0), builder.mul(block, _SIZE(BLOCK)))
+            right = Rows(at, _SIZE(4 * PANEL)).at(builder, builder.mul(block, _SIZE(BLOCK // 4)))
+            steps = _SIZE(BLOCK // (2 * STEP))
+            _add_panel(builder, tiles, steps, left, right, exact, is_new=True, instruction="tdpbsud")
+            with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(1), _SIZE) as (row, _):
+                place = builder.mul(block, _SIZE(4))
+                start = _load(builder, own_sums.at(builder, row, place).address, 0, _WORD, 4)
+                scale = _load(builder, own_scales.at(builder, row, place).address, 0, _FLOAT, 4)
+                start, scale = splat(builder, start, _LANES), splat(builder, scale, _LANES)
+                for offset in range(0, 4 * PANEL, _LINE):
+                    number = _load(builder, exact.at(builder, row).address, offset, _INTS, 4)
+                    total = _pointer(builder, Rows(out, exact.stride).at(builder, row).address, offset, _FLOATS)
+                    scaled = builder.fmul(builder.sitofp(builder.add(number, start), _FLOATS), scale)
+                    builder.store(builder.fadd(builder.load(total, align=4), scaled), total, align=4)
 
     with_tiles(builder, count, add)
 

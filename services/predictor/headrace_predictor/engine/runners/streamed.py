@@ -315,7 +315,7 @@ class _Step:
                 decode.PACKED: self.packed,
                 decode.ATTENDED: self.attended,
                 decode.INNER: self.inner,
-                decode.INPUTS: torch.empty(tokens, 2 * blocks * panels.BLOCK, dtype=torch.uint8),
+                decode.INPUTS: torch.empty(tokens, 2 * blocks * panels.BLOCK + decode.ROW_GAP, dtype=torch.uint8),
                 decode.SCALES: torch.empty(tokens, blocks),
                 decode.SUMS: torch.empty(tokens, blocks * panels.BLOCK // panels.HALF, dtype=torch.int32),
                 decode.COSINES: angles[0],
