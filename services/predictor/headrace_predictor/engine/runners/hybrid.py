@@ -2,7 +2,7 @@
 pass the model together.
 
 A pass is transformers' own, over [rows, 1] ids or over [1, ids] of a chunk of a prompt. The states of sequences lie in
-slots (slots.py), on which a pass works in place; keys and values of attention layers lie in the sequences' blocks, and
+slots (states.py), on which a pass works in place; keys and values of attention layers lie in the sequences' blocks, and
 each row attends to its own (attention.py), so that no row is padded to the length of another. Everything else in these
 models is computed row by row. `proof.py` verifies at load that this is right for the model.
 
@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
-from headrace_predictor.engine.runners.slots import Slots, State
-from headrace_predictor.engine.runners.states import first_states, recurrent_states
+from headrace_predictor.engine.runners.states import Slots, State, first_states, recurrent_states
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
