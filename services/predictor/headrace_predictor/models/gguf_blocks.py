@@ -12,7 +12,7 @@ import numpy as np
 from headrace_predictor.engine.cpu.grouped import Numbers
 from headrace_predictor.engine.state.cache import Array
 
-# By type, the index of its kind in KINDS of cpu/products.py.
+# By type, the index of its kind in KINDS of cpu/grouped.py.
 KINDS_OF = {"Q4_0": 0, "Q4_1": 0, "Q4_K": 0, "Q5_0": 1, "Q8_0": 1, "Q5_1": 2, "Q5_K": 2, "Q6_K": 3}
 
 

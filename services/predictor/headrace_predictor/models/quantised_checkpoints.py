@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
-from headrace_predictor.engine.cpu.panels import GROUP
+from headrace_predictor.engine.cpu.grouped import GROUP, GroupedMatrix, Numbers
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.models.stored_weights import build_model
 
