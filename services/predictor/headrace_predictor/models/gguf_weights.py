@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from headrace.models.gguf.folder import WEIGHTS_FILE
-from headrace.models.gguf.reader import GGUF, TensorPlace, read_gguf
+from headrace.models.gguf.reader import GGUF, TensorPlace
 from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
 from headrace_predictor.engine.state.cache import Array
 from headrace_predictor.models.gguf_blocks import KINDS_OF, unpack
-from headrace_predictor.models.stored_weights import build_model
 
 _ROWS_AT_ONCE = 1024
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -103,12 +102,8 @@ def has_gguf(folder: Path) -> bool:
     return (folder / WEIGHTS_FILE).is_symlink()
 
 
-def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model of transformers' class `kind`, and transformers' report; raises ValueError.
-
-    Modules whose weights are quantised have them only after `read_weights` of runners/unread.py.
-    """
-    file = read_gguf(folder / WEIGHTS_FILE)
+def read_state(file: GGUF, config: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, StoredMatrix]]:
+    """The weights that are read, by name, and the matrices of quantised ones, by module; raises ValueError."""
     state: dict[str, Tensor] = {}
     unread: dict[str, StoredMatrix] = {}
     for name, matrix in _matrices(file, config, dtype):
@@ -116,7 +111,7 @@ def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple
             unread[name.removesuffix(".weight")] = matrix
         else:
             state[name] = matrix.to(dtype)
-    return build_model(file.path, kind, config, dtype, state, unread)
+    return state, unread
 
 
 def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, StoredMatrix | Tensor]]:
