@@ -18,6 +18,7 @@ import torch
 
 from headrace.errors import StartupError
 from headrace.sampling import end_ids_of
+from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
@@ -26,7 +27,6 @@ from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.overlap import Overlap
 from headrace_predictor.engine.runners import gpu_start as gpu
-from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headrace_predictor.engine.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.gpu.operations import Operations
-from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
