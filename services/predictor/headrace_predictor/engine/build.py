@@ -39,11 +39,11 @@ from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder,
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.settings import PredictorSettings
 
 if TYPE_CHECKING:
-    from headrace_predictor.engine.cpu.integer_linear import Quantisation
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,7 @@ def build_engine(
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens, quantised)
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
-        runner, adapters, reason = _choose_runner(
-            name, model, shape, blocks, proof, settings, kept_at, format_, quantised
-        )
+        runner, adapters, reason = _choose_runner(name, proof, blocks, settings, format_, kept_at)
         chooser = runner if isinstance(runner, PagedRunner) and runner.chooses else None
         looks_up = settings.prompt_lookup and not chooser and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
@@ -139,19 +137,12 @@ def build_engine(
 
 
 def _choose_runner(
-    name: str,
-    model: Any,
-    shape: CacheShape,
-    blocks: int,
-    proof: Proof,
-    settings: PredictorSettings,
-    kept_at: Path | None,
-    format_: str | None,
-    quantised: Quantisation | None,
+    name: str, proof: Proof, blocks: int, settings: PredictorSettings, format_: str | None, kept_at: Path | None
 ) -> tuple[ModelRunner, Adapters | None, str | None]:
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
+    model = proof.model
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
         return runner, None, reason
@@ -165,23 +156,12 @@ def _choose_runner(
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
-        elif operations is None and quantised is None:
+        elif operations is None and proof.quantise is None:
             fuse_layers(model)
             pack_linears(model)
-        runner = PagedRunner(
-            model,
-            shape,
-            blocks,
-            adapters,
-            proof.rotary,
-            streamed,
-            tells_positions=proof.tells_positions,
-            operations=operations,
-        )
-        if quantised is not None:
-            quantised(model, runner.probe)
-        else:
-            runner.probe()  # All layers; compiles what is not in Numba's cache.
+        runner = proof.paged_runner(blocks, operations, adapters, streamed)
+        # All layers; compiles what is not in Numba's cache.
+        runner = proof.finished(runner, lambda _, probe: probe())
     elif format_ and settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
