@@ -21,9 +21,10 @@ from transformers import AttentionInterface
 
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
+from headrace_predictor.engine.runners.interface import ModelRunner, first_row
 from headrace_predictor.engine.runners.states import Slots, State, first_states, recurrent_states
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.state.sequence import Row
 
 NAME = "headrace_hybrid"
 _PIECE = 512  # Ids of a pass that computes a state again.
@@ -40,18 +41,13 @@ class _Pass:
         return keys, values
 
 
-class HybridRunner:
+class HybridRunner(ModelRunner):
     """See the module; after `find_reaches`. `blocks` is the size of the cache, with the reserved block.
 
     With `whole`, prompts are computed in one pass, together with their last chunk: some models cannot continue from
     states with more than one id. Without `together` each row has a pass of its own: some compute wrongly with states of
     several rows.
     """
-
-    start_ids: tuple[int, ...] = ()
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int, whole: bool = False, together: bool = True) -> None:
         """Raises ValueError if the model has no recurrent states."""
@@ -77,7 +73,7 @@ class HybridRunner:
                 if "reach" in vars(module):
                     module.current_pass = self._pass
             model.set_attn_implementation(NAME)
-        with self._attending([_first_row()]):
+        with self._attending([first_row()]):
             self._slots = Slots(first_states(model, states))
 
     def limit(self, states: int) -> None:
@@ -104,7 +100,7 @@ class HybridRunner:
             self._cache.clear(blocks)
 
     def probe(self) -> None:
-        row = _first_row()
+        row = first_row()
         check_numbers(self.run([row]))
         row.sequence.ids.append(0)
         check_numbers(self.run([Row(row.sequence, 1, 1)]))
@@ -164,13 +160,6 @@ class HybridRunner:
 
     def _tensor(self, values: list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._model.device)
-
-
-def _first_row() -> Row:
-    """That of a sequence with one id, in the reserved block."""
-    sequence = detached_sequence([0])
-    sequence.blocks = [0]
-    return Row(sequence, 0, 1)
 
 
 def _done(row: Row) -> int:
