@@ -163,7 +163,16 @@ def _choose_runner(
         elif operations is None and proof.quantise is None:
             fuse_layers(model)
             pack_linears(model)
-        runner = proof.paged_runner(blocks, operations, adapters, streamed)
+        runner = PagedRunner(
+            model,
+            proof.shape,
+            blocks,
+            adapters,
+            proof.rotary,
+            streamed,
+            tells_positions=proof.tells_positions,
+            operations=operations,
+        )
         # All layers; compiles what is not in Numba's cache.
         runner = proof.finished(runner, lambda _, probe: probe())
     elif format_ and settings.weights != "auto":

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_called
 from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
@@ -33,7 +32,6 @@ from headrace_predictor.engine.runners.reach import attention_functions, find_re
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
 from headrace_predictor.engine.runners.states import key_layers, recurrent_states
-from headrace_predictor.engine.runners.streamed import StreamedDecoder
 from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -73,13 +71,13 @@ class Proof:
         self.quantise = quantise
         self.rotary = SequenceRotary.of(model, context)
         self.model = model
-        self._shape = shape
+        self.shape = shape
         self._context = context
         self._far = max(context, packed)
         length = min(_PIECES[-1], context)
         first = min(_SPECIAL, vocabulary - 1)
         self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
-        self._tells_positions = False  # Of `PagedRunner`.
+        self.tells_positions = False  # Of `PagedRunner`.
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
     def check_generate(self, name: str) -> None:
@@ -113,7 +111,7 @@ class Proof:
         `operations`: the GPU's kernels, which are proven with it.
         """
         model = self.model
-        self._tells_positions = False
+        self.tells_positions = False
         if recurrent_states(model) is not None:
             return "it has recurrent states"
         # Some classes that do not say so take one.
@@ -123,12 +121,21 @@ class Proof:
 
         def difference() -> float:
             model.set_attn_implementation(own)
-            return self._difference(lambda: self.paged_runner(6, operations))
+            return self._difference(
+                lambda: PagedRunner(
+                    model,
+                    self.shape,
+                    6,
+                    rotary=self.rotary,
+                    tells_positions=self.tells_positions,
+                    operations=operations,
+                )
+            )
 
         def excess() -> float:
             found = self._excess(difference)
             if found:
-                self._tells_positions = True
+                self.tells_positions = True
                 found = self._excess(difference)
             return found
 
@@ -136,25 +143,6 @@ class Proof:
         if fault is not None:
             model.set_attn_implementation(own)
         return fault
-
-    def paged_runner(
-        self,
-        blocks: int,
-        operations: Operations | None,
-        adapters: Adapters | None = None,
-        streamed: StreamedDecoder | None = None,
-    ) -> PagedRunner:
-        """The runner that `of_paged` proves."""
-        return PagedRunner(
-            self.model,
-            self._shape,
-            blocks,
-            adapters,
-            self.rotary,
-            streamed,
-            tells_positions=self._tells_positions,
-            operations=operations,
-        )
 
     def _fault(self, excess: Callable[[], float], kind: str, find: Callable[[int], None] | None = None) -> str | None:
         """Why a runner cannot run the model: because its logits differ, or because of a kind that it does not know.
@@ -200,7 +188,7 @@ class Proof:
             for together, whole in ((True, False), (True, True), (False, False), (False, True)):
                 found = self._fault_of_hybrid(whole, together)
                 if found is None:
-                    runner = HybridRunner(self.model, self._shape, blocks, whole, together)
+                    runner = HybridRunner(self.model, self.shape, blocks, whole, together)
                     return self.finished(runner, pack_called), None if together else reason
                 reason = found
         return self.finished(self._row_runner()), reason
@@ -229,7 +217,7 @@ class Proof:
         """As `_difference`, and that of sequences of different lengths which decode together."""
 
         def make() -> HybridRunner:
-            return HybridRunner(model, self._shape, 6, whole, together)
+            return HybridRunner(model, self.shape, 6, whole, together)
 
         model, ids = self.model, self._ids
         model.set_attn_implementation(own)
@@ -263,11 +251,11 @@ class Proof:
         model = self.model
 
         def difference() -> float:  # Of the width of the moment.
-            return self._difference_of_decoder(lambda: EncoderDecoderRunner(model, self._shape, 6))
+            return self._difference_of_decoder(lambda: EncoderDecoderRunner(model, self.shape, 6))
 
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
-            runner = self.finished(EncoderDecoderRunner(model, self._shape, blocks), pack_called)
+            runner = self.finished(EncoderDecoderRunner(model, self.shape, blocks), pack_called)
             runner.shorten()
             return runner, None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
@@ -304,26 +292,26 @@ class Proof:
 
     @property
     def _tolerance(self) -> float:
-        return _TOLERANCES.get(self._shape.dtype, 3e-2)
+        return _TOLERANCES.get(self.shape.dtype, 3e-2)
 
     def _excess(self, difference: Callable[[], float]) -> float:
         """A difference beyond the tolerance, else 0; where rounding may be the cause, wider numbers decide."""
         tolerance = self._tolerance
         found = difference()
-        if found > tolerance and self._shape.dtype is not torch.float64:
-            wide = torch.float64 if self._shape.dtype is torch.float32 else torch.float32
+        if found > tolerance and self.shape.dtype is not torch.float64:
+            wide = torch.float64 if self.shape.dtype is torch.float32 else torch.float32
             with suppress(*_FAILURES), self._in(wide):
                 return found if difference() > tolerance / 10 else 0.0
         return found if found > tolerance else 0.0
 
     @contextmanager
     def _in(self, dtype: torch.dtype) -> Iterator[None]:
-        shape, self._shape = self._shape, replace(self._shape, dtype=dtype)
+        shape, self.shape = self.shape, replace(self.shape, dtype=dtype)
         try:
             with widened(self.model, shape.dtype, dtype):
                 yield
         finally:
-            self._shape = shape
+            self.shape = shape
 
     def _find_reaches(self, context: int) -> None:
         self._hides_masks = True
