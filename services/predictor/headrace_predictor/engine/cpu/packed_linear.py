@@ -21,6 +21,7 @@ _ROWS = 32  # The packing is optimised for this number of rows, the size of a sl
 _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
+_LINEAR = (nn.Linear, Conv1D)
 # Whether the system lets this process, and those that it forks, multiply matrices of bfloat16 by the tiles of AMX.
 HAS_TILES: bool = torch.cpu._init_amx()
 
@@ -114,15 +115,18 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: Any, only: Collection[Any] | None = None) -> None:
-    """Replaces the linear layers of a model for inference, where they can be packed: `only` these, by default all."""
+def pack_linears(model: Any, only: Collection[Any] | None = None, but: Collection[Any] = ()) -> None:
+    """Replaces the linear layers of a model for inference, where they can be packed.
+
+    `only` these, by default all, `but` those whose weights other modules read.
+    """
     if not packs(model.device, model.dtype):
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if only is not None and child not in only:
+            if child in but or (only is not None and child not in only):
                 continue
-            if type(child) in (nn.Linear, Conv1D):
+            if type(child) in _LINEAR:
                 setattr(module, name, PackedLinear(weight_of(child), child.bias))
 
 
@@ -132,11 +136,20 @@ def pack_called(model: Any, run: Callable[[], None]) -> None:
     run()
 
 
-def called_linears(model: Any, run: Callable[[], None]) -> set[Any]:
+def called_linears(model: Any, run: Callable[[], object]) -> set[Any]:
     """The linear layers of a model that `run` calls."""
+    return {module for module in _called(model, run) if type(module) in _LINEAR}
+
+
+def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
+    """The linear layers that modules which `run` calls do not call, but have: they may read the weights."""
+    called = _called(model, run)
+    return {child for module in called for child in module.children() if type(child) in _LINEAR} - called
+
+
+def _called(model: Any, run: Callable[[], object]) -> set[Any]:
     called: set[Any] = set()
-    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
-    hooks = [linear.register_forward_hook(lambda linear, *_: called.add(linear)) for linear in linears]
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in model.modules()]
     try:
         run()
     finally:
