@@ -162,7 +162,7 @@ def _choose_runner(
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
         elif operations is None and proof.quantise is None:
             fuse_layers(model)
-            pack_linears(model)
+            pack_linears(model, but=proof.read_linears)
         runner = PagedRunner(
             model,
             proof.shape,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
@@ -99,6 +100,11 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
         raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
     if missing := [key for key in sorted(info["missing_keys"]) if not key.startswith(optional)]:
         raise StartupError(f"model {name}: {folder} lacks {_some(missing)}, without which its answers are random")
+    if left_out := [key for key in sorted(info["unexpected_keys"]) if _is_left_out(model, folder, key)]:
+        raise StartupError(
+            f"model {name}: {folder} has {_some(left_out)}, without which {type(model).__name__} would compute; does "
+            "config.json lack attention_bias or the like?"
+        )
     if getattr(model.config, "attention_type", None) == "block_sparse" and not model.config.is_decoder:
         raise StartupError(
             f"model {name}: after a short text transformers leaves block-sparse attention, so answers to long ones "
@@ -172,6 +178,18 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
             f"model {name} is quantised by {method}, which is not served: {str(error).splitlines()[0]}; take its "
             f"unquantised weights, a GGUF file, or a checkpoint of {', '.join(METHODS)}"
         ) from None
+
+
+def _is_left_out(model: Any, folder: Path, key: str) -> bool:
+    """Whether a tensor is the bias of a layer that the class computes without one; some tools write zeros."""
+    layer, _, part = key.rpartition(".")
+    if part != "bias" or getattr(dict(model.named_modules()).get(layer), "weight", None) is None:
+        return False
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if key in file.keys():  # noqa: SIM118
+                return bool(file.get_tensor(key).any())
+    return False
 
 
 def _some(names: Sequence[str]) -> str:

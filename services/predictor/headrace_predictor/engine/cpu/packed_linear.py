@@ -21,6 +21,7 @@ _ROWS = 32  # The packing is optimised for this number of rows, the size of a sl
 _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
+_LINEAR = (nn.Linear, Conv1D)
 # Whether the system lets this process, and those that it forks, multiply matrices of bfloat16 by the tiles of AMX.
 HAS_TILES: bool = torch.cpu._init_amx()
 
@@ -114,10 +115,13 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: Any, only: list[Any] | None = None) -> None:
-    """Replaces the linear layers of a model for inference, where they can be packed: `only` these, by default all."""
+def pack_linears(model: Any, only: list[Any] | None = None, but: Collection[Any] = ()) -> None:
+    """Replaces the linear layers of a model for inference, where they can be packed.
+
+    `only` these, by default all, `but` those whose weights other modules read.
+    """
     if packs(model.device, model.dtype):
-        wanted = linears_of(model) if only is None else only
+        wanted = [linear for linear in (linears_of(model) if only is None else only) if linear not in but]
         replace_layers(model, wanted, lambda linear: PackedLinear(weight_of(linear), linear.bias))
 
 
@@ -128,19 +132,30 @@ def pack_called(model: Any, run: Callable[[], None]) -> None:
 
 
 def linears_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    return [module for module in model.modules() if type(module) in _LINEAR]
 
 
-def called_linears(model: Any, run: Callable[[], None]) -> list[Any]:
+def called_linears(model: Any, run: Callable[[], object]) -> list[Any]:
     """The linear layers of a model that `run` calls."""
+    called = _called(model, run)
+    return [linear for linear in linears_of(model) if linear in called]
+
+
+def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
+    """The linear layers that modules which `run` calls do not call, but have: they may read the weights."""
+    called = _called(model, run)
+    return {child for module in called for child in module.children() if type(child) in _LINEAR} - called
+
+
+def _called(model: Any, run: Callable[[], object]) -> set[Any]:
     called: set[Any] = set()
-    hooks = [linear.register_forward_hook(lambda linear, *_: called.add(linear)) for linear in linears_of(model)]
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in model.modules()]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    return [linear for linear in linears_of(model) if linear in called]
+    return called
 
 
 def replace_layers(model: Any, layers: list[Any], make: Callable[[Any], nn.Module]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.packed_linear import pack_called
+from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
 from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
@@ -48,6 +48,8 @@ _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
 _RECURRENCE = 10  # Times as much where a state carries rounding on from id to id, in float32 whatever the weights.
+
+_SCALED = "its positions are scaled by the length of a sequence"
 
 Runner = TypeVar("Runner", bound=ModelRunner)
 
@@ -78,6 +80,7 @@ class Proof:
         first = min(_SPECIAL, vocabulary - 1)
         self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
         self.tells_positions = False  # Of `PagedRunner`.
+        self.read_linears: set[Any] = set()  # Linear layers whose weights other modules may read.
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
     def check_generate(self, name: str) -> None:
@@ -98,6 +101,7 @@ class Proof:
         try:
             with few_layers(model):
                 excess = self._excess(difference)
+                self.read_linears = read_linears(model, lambda: self._run(ids))
         finally:
             model.generation_config = own
         if excess:
@@ -182,7 +186,7 @@ class Proof:
         if recurrent_states(self.model) is None:
             batched = self._batched_runner(blocks)
             return (self.finished(self._row_runner()), reason) if batched is None else (batched, None)
-        reason = "its positions are scaled by the length of a sequence"
+        reason = _SCALED
         if self.rotary is None:
             # Not every model takes several ids, or several rows, beside states.
             for together, whole in ((True, False), (True, True), (False, False), (False, True)):
@@ -244,6 +248,8 @@ class Proof:
             with suppress(*_FAILURES), near_limits(self.model, self.rotary, self._far):
                 if not self._excess(partial(self._difference, partial(CausalRunner, model, self.rotary, whole))):
                     return CausalRunner(model, self.rotary, whole)
+        if self.rotary is not None and not self.rotary.scaling.recomputes:
+            raise StartupError(f"{_SCALED}, and no runner gives the ids of generate")
         return CachelessRunner(model)
 
     def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
