@@ -115,7 +115,7 @@ def build_engine(
         name,
         runner,
         scheduler,
-        PrefillPace(settings.max_gap_ms / 1000),
+        PrefillPace(settings.max_gap_ms / 1000, packed=isinstance(runner, PagedRunner)),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
         {token_id for token_id in ends if 0 <= token_id < vocabulary},
         settings.step_timeout,

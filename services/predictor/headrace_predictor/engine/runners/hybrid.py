@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
 from headrace_predictor.engine.runners.interface import ModelRunner, first_row
+from headrace_predictor.engine.runners.mamba import quicken
 from headrace_predictor.engine.runners.states import Slots, State, first_states, recurrent_states
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row
@@ -63,6 +64,7 @@ class HybridRunner(ModelRunner):
         # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._states = states
+        quicken(model)
         self._pass = _Pass()
         self._cache: KeyValueCache | None = None
         if states.attention_layers:
