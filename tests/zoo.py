@@ -216,6 +216,8 @@ def _families() -> Iterator[Family]:
     yield _decoder("Gemma 2", "gemma2", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
     yield _decoder("VaultGemma", "vaultgemma", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
     yield _decoder("Gemma 3, text", "gemma3_text", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
+    yield _decoder("Gemma 3, LongRoPE", "gemma3_text", PAGED, query_pre_attn_scalar=16, **_WINDOWS,
+                   rope_parameters=dict.fromkeys(_WINDOWS["layer_types"], _LONG))
     yield _decoder("Gemma 3n, text", "gemma3n_text", PAGED, **_GEMMA3N, num_hidden_layers=4, num_kv_shared_layers=2,
                    sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2)
     yield _decoder("Gemma 4, text", "gemma4_text", PAGED, **_GEMMA3N, **_WINDOWS, global_head_dim=32)
@@ -278,6 +280,12 @@ def _families() -> Iterator[Family]:
     yield _decoder("MiniMax", "minimax", HYBRID, **_EXPERTS, layer_types=["linear_attention", "full_attention"],
                    block_size=16)
     yield _decoder("MiniMax M2", "minimax_m2", PAGED, **_EXPERTS)
+    yield _decoder("MiniMax M3, text", "minimax_m3_vl_text", ROW, reason="its attention is of another kind", **_EXPERTS,
+                   index_block_size=48, index_topk_blocks=1, index_n_heads=2, index_head_dim=16,
+                   layer_types=["full_attention", "minimax_m3_sparse"])
+    yield _decoder("LongCat Flash", "longcat_flash", PAGED, **_LATENT, moe_topk=2, n_routed_experts=4,
+                   zero_expert_num=2, expert_ffn_hidden_size=32, ffn_hidden_size=64, num_layers=2, head_dim=8,
+                   num_key_value_heads=4)
     yield _decoder("LFM 2", "lfm2", HYBRID, layer_types=["conv", "full_attention"])
     yield _decoder("Doge", "doge", ROW, reason=_COMPUTED_MASKS, sliding_window=12)
     yield _decoder("Nemotron", "nemotron", PAGED)

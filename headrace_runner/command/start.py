@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import StartupError
-from headrace.models.sources import is_local, is_name, parse_location
-from headrace.models.urls import HUB, is_url
+from headrace.models.sources import HUB, is_local, is_name, is_url, parse_location
 from headrace_runner.settings import LOOPBACK, ROOT, StackSettings, check_name
 
 

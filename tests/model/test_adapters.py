@@ -12,10 +12,10 @@ import transformers as hf
 from safetensors.torch import save_file
 
 from headrace.models.sources import ModelSource
+from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.integer_linear import Quantisation
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner

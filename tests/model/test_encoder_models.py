@@ -18,7 +18,7 @@ from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.repository.loading import build_here, fetch_model
 from headrace_predictor.settings import PredictorSettings
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, pad
+from headrace_predictor.tensor_models.encoder_model import ATTENTION_MASK, pad
 from headrace_protos.inference_pb2 import ModelInferRequest
 from tests.random_encoders import ENCODERS, VOCABULARY, save_random_encoder, save_random_type
 

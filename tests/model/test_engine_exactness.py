@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headrace.errors import StartupError
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.runners import attention
 from headrace_predictor.engine.runners.attention import StepPlan
@@ -162,6 +163,13 @@ def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fau
         assert proof_of(model()).of_paged() is None
         monkeypatch.setattr(target, name, fault)
         assert "differ" in (proof_of(model()).of_paged() or "")
+
+
+def test_scaled_positions_that_no_runner_computes_are_refused(monkeypatch):
+    """A runner without a cache would give all keys the factors of the whole length, which `generate` does not."""
+    monkeypatch.setattr(SequenceRotary, "packed", lambda *_: [][0])
+    with torch.inference_mode(), pytest.raises(StartupError, match="scaled by the length of a sequence, and no runner"):
+        proof_of(random_model("llama_dynamic")).other_runner(6, "")
 
 
 @pytest.mark.parametrize("name", usually(("Phi 3.5 MoE", "UMT5"), ["Mixtral", "Phi 3.5 MoE", "Granite 3 MoE", "UMT5"]))

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import StartupError
 from headrace.models.gguf.folder import gguf_folder
-from headrace_predictor.engine.cpu.panels import KINDS
+from headrace_predictor.engine.cpu.grouped import KINDS
 from headrace_predictor.generation.loading import load_generation
-from headrace_predictor.models.gguf_blocks import KINDS_OF, unpack
+from headrace_predictor.models.gguf_weights import KINDS_OF, unpack
 from headrace_predictor.models.weights import prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from tests.gguf_files import QUANTISED, write_gguf

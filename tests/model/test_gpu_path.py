@@ -11,7 +11,6 @@ from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import attention, paged
-from headrace_predictor.engine.runners import gpu_start as start
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
@@ -38,19 +37,18 @@ def on_gpu(monkeypatch):
         overlaps.append(tokens is not None)
         return choose(self, rows, positions, tokens)
 
-    def prove(name, model, proof, is_exact):
+    def prove(name, proof, is_exact):
         reason = proof.of_paged(plain_kernels)
         return reason, None if reason else plain_kernels
 
     monkeypatch.setattr(PagedRunner, "choose", counted)
-    monkeypatch.setattr(start, "prove", prove)
+    monkeypatch.setattr(build, "prove_on_gpu", prove)
 
     @torch.inference_mode()
     def record(name, runner, rows, context):
         runner.record(recorded, rows, context)
 
-    monkeypatch.setattr(start, "record", record)
-    assert build.gpu is start
+    monkeypatch.setattr(build, "record_passes", record)
     return overlaps
 
 

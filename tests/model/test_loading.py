@@ -3,11 +3,13 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from headrace.errors import StartupError
@@ -99,6 +101,16 @@ async def test_weights_and_classes_that_do_not_fit_are_refused_by_name(tmp_path,
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     assert reason in await refusal(engine_host, tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_class_would_leave_out_is_refused_unless_it_is_zero(tmp_path, value):
+    random_model("llama").save_pretrained(tmp_path)
+    name, file = "model.layers.1.self_attn.q_proj.bias", tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.full((64,), value)}, file, metadata={"format": "pt"})
+    refused = pytest.raises(StartupError, match=f"has {name}, without which") if value else nullcontext()
+    with refused:
+        load_weights("x", tmp_path, AutoModelForCausalLM, "fp32", torch.device("cpu"))
 
 
 async def test_a_folder_without_a_model_is_refused(tmp_path, engine_host):

@@ -14,8 +14,7 @@ from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunn
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.reach import find_reaches
-from headrace_predictor.engine.runners.slots import Slots
-from headrace_predictor.engine.runners.states import key_layers, state_bytes
+from headrace_predictor.engine.runners.states import Slots, key_layers, state_bytes
 from headrace_predictor.settings import PredictorSettings
 from tests.model.step_loop import Loop, make_requests
 from tests.random_models import greedy

@@ -40,7 +40,7 @@ HEADRACE = (
     ("headrace.payload",),
 )
 PREDICTOR = (
-    ("headrace_predictor.counts", "headrace_predictor.settings"),
+    ("headrace_predictor.settings",),
     ("headrace_predictor.engine.interface",),
     ("headrace_predictor.engine.faults", "headrace_predictor.engine.state"),
     (

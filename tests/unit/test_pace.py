@@ -167,3 +167,13 @@ def test_prompts_alone_get_a_quarter_of_a_second_and_no_less_than_an_ordinary_pr
     slow = Machine(fixed=0.5, per_token=0.01)
     assert PrefillPace(TARGET_S).limit(streams=0, prompts=9) == 256
     assert used(slow).limit(streams=0, prompts=9) == 256
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_chunks_with_passes_of_their_own_do_not_shrink_until_they_are_mostly_fixed_cost(streams):
+    machine, pace = Machine(fixed=0.08), PrefillPace(TARGET_S, packed=False)
+    machine.observe(pace, streams)
+    for _ in range(20):
+        tokens = pace.limit(streams, prompts=1)
+        assert tokens >= 32
+        pace.observe(streams, [(0, tokens)], machine.seconds(streams) + 0.06 + 0.002 * tokens)

@@ -11,7 +11,7 @@ from headrace.errors import InvalidRequestError, NotReadyError
 from headrace.oip.model_description import ModelDescription
 from headrace.oip.stream_infer import EMPTY_FINAL, FINAL
 from headrace.oip.tensors import Tensor, add_input, add_output
-from headrace_predictor.counts import RequestCounts
+from headrace_predictor.engine.interface import RequestCounts
 from headrace_predictor.models.served_model import Caller
 from headrace_predictor.repository.lease import Serving
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from headrace.models.urls import check_pattern
+from headrace.models.sources import check_pattern
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Models, Port, models_field, read_by
 

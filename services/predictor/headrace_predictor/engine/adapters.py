@@ -4,11 +4,15 @@ Sources: Hu et al. 2021, LoRA; https://huggingface.co/docs/peft, "PEFT checkpoin
 of B. Where a model's weights are packed, so are these, because the sums of a packed product do not depend on the other
 rows: see packed_linear.py. Only low-rank products of linear layers are supported; whatever else would change an answer
 raises ValueError with its name.
+
+Fused layers get an adapter's products with the step's plan. In any other model a hook of each adapted module adds them
+to its output; the first step with an adapter sets the hooks.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headrace.models.kinds import ADAPTER_FILE
 from headrace.models.sources import read_config
-from headrace_predictor.engine.cpu.packed_linear import PackedLinear
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
 
 MAX_RANK = 256
 _MAX_PATTERNS = 4096
@@ -78,6 +82,14 @@ class LowRank:
 
 
 Products = Mapping[str, LowRank | None]  # Of a fused layer, by names of its own.
+
+
+class FusedLayer(nn.Module):
+    """A layer that adds adapters' products by itself."""
+
+    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
+        """An adapter's products, from its weights by path in the layer."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -214,3 +226,71 @@ def _scale(config: Mapping[str, Any], alphas: Sequence[tuple[Any, float]], path:
     """The first pattern that fits counts."""
     alpha = next((alpha for pattern, alpha in alphas if pattern.fullmatch(path)), config.get("lora_alpha", 8))
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+class Adapters:
+    """The loaded adapters by number. Created before the model's layers are replaced.
+
+    Loads and unloads on any thread, one at a time. A sequence keeps its adapter until it ends, even after an unload.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: that of the layers' inputs, by default the model's."""
+        self._model = model
+        self._dtype = dtype or model.dtype
+        self._shapes = linear_shapes(model)
+        self._loaded: dict[int, Adapter] = {}
+        self.is_used = False  # Becomes true with the first adapter.
+
+    def load(self, number: int, folder: Path) -> None:
+        """Raises ValueError, or safetensors' own errors."""
+        with torch.inference_mode():
+            weights = read_adapter(folder, self._shapes, self._dtype, self._model.device)
+            packed = packs(self._model.device, self._dtype)
+            layers: dict[nn.Module, Products] = {}
+            for path, layer in self._model.named_modules():
+                if isinstance(layer, FusedLayer) and (own := [name for name in weights if name.startswith(f"{path}.")]):
+                    named = {name.removeprefix(f"{path}."): weights.pop(name) for name in own}
+                    layers[layer] = layer.products(named, packed)
+            modules = {path: LowRank(pair, packed) for path, pair in weights.items()}
+        self._loaded[number] = Adapter(number, layers, modules)
+        self.is_used = True
+
+    def unload(self, number: int) -> None:
+        self._loaded.pop(number, None)
+
+    def get(self, number: int) -> Adapter | None:
+        return self._loaded.get(number)
+
+
+class AdapterHooks:
+    """Adds products to the outputs of a model's modules. Used only by the engine's thread."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._hooked: set[str] = set()
+        self._tokens: Sequence[AdaptedTokens] = ()
+
+    @contextmanager
+    def adding(self, tokens: Sequence[AdaptedTokens]) -> Iterator[None]:
+        """Adds the products of these tokens during the block."""
+        for path in {path for each in tokens for path in each.adapter.modules} - self._hooked:
+            self._hook(path)
+        self._tokens = tokens
+        try:
+            yield
+        finally:
+            self._tokens = ()
+
+    def _hook(self, path: str) -> None:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not self._tokens:
+                return
+            x, y = inputs[0].flatten(0, -2), output.flatten(0, -2)
+            for adapter, begin, end in self._tokens:
+                product = adapter.modules.get(path)
+                if product is not None:
+                    y[begin:end].add_(product(x[begin:end]))
+
+        self._model.get_submodule(path).register_forward_hook(add)
+        self._hooked.add(path)

@@ -9,6 +9,8 @@ line of text.
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,16 +20,18 @@ import torch
 
 from headrace.errors import StartupError
 from headrace.sampling import end_ids_of
+from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.overlap import Overlap
-from headrace_predictor.engine.runners import gpu_start as gpu
-from headrace_predictor.engine.runners.adapters import Adapters
+from headrace_predictor.engine.runners.decode_graphs import CudaRecorder
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
+from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
@@ -39,11 +43,11 @@ from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder,
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.settings import PredictorSettings
 
 if TYPE_CHECKING:
-    from headrace_predictor.engine.cpu.integer_linear import Quantisation
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +93,7 @@ def build_engine(
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens, quantised)
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
-        runner, adapters, reason = _choose_runner(
-            name, model, shape, blocks, proof, settings, kept_at, format_, quantised
-        )
+        runner, adapters, reason = _choose_runner(name, proof, blocks, settings, format_, kept_at)
         chooser = runner if isinstance(runner, PagedRunner) and runner.chooses else None
         looks_up = settings.prompt_lookup and not chooser and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
@@ -99,7 +101,7 @@ def build_engine(
     if isinstance(runner, HybridRunner):
         runner.limit(max_running)
     if chooser and settings.cuda_graphs:
-        gpu.record(name, chooser, max_running, context)
+        record_passes(name, chooser, max_running, context)
     manager = BlockManager(blocks, BLOCK_TOKENS)
     scheduler = Scheduler(
         manager,
@@ -113,7 +115,7 @@ def build_engine(
         name,
         runner,
         scheduler,
-        PrefillPace(settings.max_gap_ms / 1000),
+        PrefillPace(settings.max_gap_ms / 1000, packed=isinstance(runner, PagedRunner)),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
         {token_id for token_id in ends if 0 <= token_id < vocabulary},
         settings.step_timeout,
@@ -139,23 +141,16 @@ def build_engine(
 
 
 def _choose_runner(
-    name: str,
-    model: Any,
-    shape: CacheShape,
-    blocks: int,
-    proof: Proof,
-    settings: PredictorSettings,
-    kept_at: Path | None,
-    format_: str | None,
-    quantised: Quantisation | None,
+    name: str, proof: Proof, blocks: int, settings: PredictorSettings, format_: str | None, kept_at: Path | None
 ) -> tuple[ModelRunner, Adapters | None, str | None]:
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
+    model = proof.model
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
         return runner, None, reason
-    reason, operations = gpu.prove(name, model, proof, settings.exact)
+    reason, operations = prove_on_gpu(name, proof, settings.exact)
     if reason is None:
         if format_ != GROUPED:
             read_weights(model)
@@ -165,12 +160,12 @@ def _choose_runner(
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
-        elif operations is None and quantised is None:
+        elif operations is None and proof.quantise is None:
             fuse_layers(model)
-            pack_linears(model)
+            pack_linears(model, but=proof.read_linears)
         runner = PagedRunner(
             model,
-            shape,
+            proof.shape,
             blocks,
             adapters,
             proof.rotary,
@@ -178,10 +173,8 @@ def _choose_runner(
             tells_positions=proof.tells_positions,
             operations=operations,
         )
-        if quantised is not None:
-            quantised(model, runner.probe)
-        else:
-            runner.probe()  # All layers; compiles what is not in Numba's cache.
+        # All layers; compiles what is not in Numba's cache.
+        runner = proof.finished(runner, lambda _, probe: probe())
     elif format_ and settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
@@ -190,3 +183,54 @@ def _choose_runner(
         if reason is not None:
             logger.warning("model %s is run one row at a time: %s", name, reason)
     return runner, adapters, reason
+
+
+def prove_on_gpu(name: str, proof: Proof, is_exact: bool) -> tuple[str | None, Operations | None]:
+    """Why a decoder is not paged, None if it is; the kernels that compute it, None on a CPU.
+
+    Without Triton, or where its kernels are not right for the model, attention copies keys and values, with a warning.
+    Raises StartupError if bits are asked for that only the kernels have.
+    """
+    model = proof.model
+    if model.device.type != "cuda":
+        return proof.of_paged(), None
+    if is_exact and not GpuDecoder.takes(model):
+        raise StartupError(f"model {name}: PREDICTOR_EXACT on CUDA is for Llama, Mistral, Qwen 2 and Qwen 3")
+    fault: str | None
+    try:
+        operations = _operations(model.device, is_exact)
+    except Exception as error:  # Of any kind: it needs a driver and a compiler.
+        logger.debug("Triton does not run", exc_info=True)
+        fault = f"Triton does not run: {error}"
+    else:
+        fault = proof.of_paged(operations)
+        if fault is None:
+            return None, operations
+    if is_exact:
+        raise StartupError(f"model {name}: PREDICTOR_EXACT needs Triton's kernels: {fault}")
+    reason = proof.of_paged()
+    if reason is None:
+        logger.warning("model %s: attention copies keys and values; %s", name, fault)
+    return reason, None
+
+
+def _operations(device: torch.device, is_exact: bool) -> Operations:
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # The default differs between versions, and bits with it.
+    from headrace_predictor.engine.gpu.kernels import GpuOperations  # torch for CPUs has no Triton.
+
+    operations = GpuOperations(is_exact)
+    operations.check(device)
+    return operations
+
+
+def record_passes(name: str, runner: PagedRunner, rows: int, context: int) -> None:
+    """Records the decode passes of a runner with kernels, and says what they take; without them if that fails."""
+    started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
+    try:
+        with torch.inference_mode():
+            count = runner.record(CudaRecorder(), rows, context)
+    except Exception as error:  # A layer that waits for the device, such as a loop over experts.
+        logger.warning("model %s: decode passes are not recorded: %s", name, error)
+        return
+    taken = (free - torch.cuda.mem_get_info()[0]) / 1e9
+    logger.info("model %s: %d graphs in %.1f s, %.2f GB", name, count, time.monotonic() - started, taken)

@@ -27,7 +27,7 @@ from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, 
 from headrace.grammars import PARAMETER
 from headrace.models.generation_config import GenerationRules
 from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
-from headrace_predictor.engine.adapters import Adapter
+from headrace_predictor.engine.adapters import Adapter, Adapters
 from headrace_predictor.engine.faults import Isolation
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import (
@@ -41,7 +41,6 @@ from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch
 from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.overlap import Overlap, is_plain
 from headrace_predictor.engine.publisher import Publisher
-from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full

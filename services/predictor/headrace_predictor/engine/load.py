@@ -23,7 +23,7 @@ _STEPS_MEMORY_S = 1.0
 
 # Of PrefillPace.
 _LEAST_STRETCH = 1.8
-_LEAST = 4  # Tokens; fewer would hardly be cheaper.
+_LEAST, _LEAST_OF_PASS = 4, 32  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
 _MOST = 1 << 30  # Tokens, where steps seem to take no time.
 _PATIENCE_S = 0.25
@@ -187,10 +187,13 @@ class PrefillPace:
     a + b · streams; a chunk of n prompt tokens adds n · c + (n + `_READ`) · d · position: each token attends to all
     tokens before it, whose keys and values the chunk reads once. Both lines follow the latest steps, so a step that
     takes longer than estimated makes the next one smaller.
+
+    Without `packed`, each chunk has a forward pass of its own, which reads all weights: small ones cost as much.
     """
 
-    def __init__(self, max_gap_s: float) -> None:
+    def __init__(self, max_gap_s: float, packed: bool = True) -> None:
         self._max_gap_s = max_gap_s
+        self._packed = packed
         self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its number of streams.
         self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by the tokens that its chunk attends to.
 
@@ -206,6 +209,8 @@ class PrefillPace:
             min(alone_s * prompts, _PATIENCE_S),
         )
         tokens = self._tokens_in(longest_s - alone_s, position)
+        if not self._packed:
+            return max(size_below(tokens), _LEAST_OF_PASS)
         return max(size_below(streams + tokens), size_above(streams + _LEAST)) - streams
 
     def observe(self, streams: int, chunks: Iterable[tuple[int, int]], seconds: float) -> None:

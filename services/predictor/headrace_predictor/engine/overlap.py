@@ -7,28 +7,18 @@ Each token is that of the engine's plain steps.
 
 import logging
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import Row
 from headrace_predictor.engine.step import Outcome, Result
 
 logger = logging.getLogger(__name__)
-
-
-class TokenChooser(Protocol):
-    """A model runner that chooses tokens on its device."""
-
-    def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
-        """Computes rows with one id each, and chooses their tokens [rows] at these output positions.
-
-        `tokens`: the rows' ids, where the host does not know them yet. Returns before the device has computed them.
-        """
 
 
 class _Pending(NamedTuple):
@@ -58,7 +48,7 @@ def is_plain(row: Row) -> bool:
 class Overlap:
     """See the module; for the engine's thread."""
 
-    def __init__(self, runner: TokenChooser) -> None:
+    def __init__(self, runner: PagedRunner) -> None:
         self._runner = runner
 
     def steps(self, rows: list[Row], follow: Callable[[list[Row]], list[Row]]) -> Iterator[tuple[list[Row], Outcome]]:

@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterable
 
 from headrace.errors import HeadraceError, RequestFailedError
-from headrace_predictor.counts import Outcome
 from headrace_predictor.engine.faults import Isolation
-from headrace_predictor.engine.interface import EngineStatistics, Logprobs, Usage
+from headrace_predictor.engine.interface import EngineStatistics, Logprobs, Outcome, Usage
 from headrace_predictor.engine.load import QueueEstimate
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler

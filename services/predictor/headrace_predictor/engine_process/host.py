@@ -16,15 +16,18 @@ import selectors
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headrace.rpc.limits.byte_budget import give_memory_back
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
+_COMPILER = "torch._dynamo"
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
@@ -47,8 +50,6 @@ def import_libraries() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Nearly all that an import makes stays: collections would be a third of its time, and free 8 MB of 380.
     gc.disable()
-    from headrace_predictor.engine_process.light_imports import light_imports
-
     with light_imports():
         from headrace_predictor.engine_process import worker  # noqa: F401
         from headrace_predictor.engine_process.rehearsal import rehearse
@@ -132,6 +133,45 @@ def _unmap_idle_code() -> None:
         begin, end = (int(address, 16) for address in addresses.split("-"))
         if permissions == "r-xp" and name.startswith("/") and end - begin >= _LEAST_BYTES:
             madvise(begin, end - begin, _MADV_DONTNEED)
+
+
+@contextmanager
+def light_imports() -> Iterator[None]:
+    """Imports transformers without torch's compiler, torch's tensors on several machines, and SciPy's optimizers.
+
+    transformers takes from them decorators, placements and losses of training, which an engine process never uses. They
+    were a third of the processor's time of a host's start. For a process that compiles nothing by torch: what is
+    decorated meanwhile says nothing to the compiler.
+    """
+    from transformers import utils
+
+    for module in (utils, utils.import_utils):
+        vars(module).update(is_torch_distributed_available=_never, is_scipy_available=_never)
+    if _COMPILER in sys.modules or (spec := find_spec(_COMPILER)) is None:
+        yield
+        return
+    # Its submodules can be imported, but not its own code, which imports all of them.
+    package: Any = module_from_spec(spec)
+    package.__getattr__ = _decorator
+    sys.modules[_COMPILER] = package
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER]
+
+
+def _decorator(name: str) -> Any:
+    if name.startswith("__"):  # Which the import system looks for.
+        raise AttributeError(name)
+    return _unchanged
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _unchanged if function is None else function
+
+
+def _never() -> bool:
+    return False
 
 
 if __name__ == "__main__":

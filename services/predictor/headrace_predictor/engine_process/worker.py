@@ -29,7 +29,7 @@ from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.generation.loading import load_launched
 from headrace_predictor.models.fingerprint import fingerprint_of
-from headrace_predictor.models.startup_errors import as_startup_error
+from headrace_predictor.models.served_model import as_startup_error
 from headrace_protos import engine_pb2
 from headrace_protos.steps_pb2 import Submission
 

@@ -35,7 +35,7 @@ from headrace_predictor.engine.runners import unread
 from headrace_predictor.engine.runners.memory import memory_left
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.generation.loaded_model import LoadedGeneration
-from headrace_predictor.models import gguf_blocks, gguf_weights, quantised_checkpoints
+from headrace_predictor.models import gguf_weights, quantised_checkpoints
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.gguf_weights import has_gguf
 from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 0.1  # Of the free memory, where other engines' caches may take as much: they may have it already.
 _WEIGHTS = ("*.safetensors", f"*{GGUF_SUFFIX}")
-_READERS = (gguf_blocks, gguf_weights, quantised_checkpoints, unread, reader)
+_READERS = (gguf_weights, quantised_checkpoints, unread, reader)
 _MAPPINGS: dict[Any, Any] = {
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -13,10 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
-from headrace_predictor.engine.cpu.panels import GROUP
-from headrace_predictor.engine.runners.streamed import GATED_MODELS
-from headrace_predictor.models.stored_weights import build_model
+from headrace_predictor.engine.cpu.grouped import GROUP, GroupedMatrix, Numbers
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Of a word's nibbles: the output of each.
 _IGNORED = ("input_scale", "k_scale", "v_scale", "weight_shape", "input_global_scale")
@@ -64,11 +61,10 @@ class LayerMatrix:
         return Numbers(*(part[first:end] for part in found))
 
 
-def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model of transformers' class `kind`, and transformers' report; raises ValueError.
-
-    Modules of integers have their weights only after `read_weights` of runners/unread.py.
-    """
+def read_state(
+    folder: Path, config: Any, dtype: torch.dtype, keeps_integers: bool
+) -> tuple[dict[str, Tensor], dict[str, LayerMatrix]]:
+    """The weights that are read, by name, and the matrices of integers, by module; raises ValueError."""
     stated = quantisation_of(config)
     method = _READ[stated["quant_method"]]
     files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
@@ -85,7 +81,7 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
 
         found = read()
         matrix = LayerMatrix(stated["quant_method"], read, found)
-        if isinstance(found, Numbers) and kind in GATED_MODELS:
+        if isinstance(found, Numbers) and keeps_integers:
             unread[layer] = matrix
         else:
             state[f"{layer}.weight"] = matrix.values(dtype)
@@ -96,9 +92,7 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
             if tensor.dtype not in _PLAIN:
                 raise ValueError(f"{path}: {name} is of {tensor.dtype}, without a scale that is known")
             state[name] = tensor.to(dtype)
-    del config.quantization_config
-    # Some libraries write biases that a class lacks, all of them zero.
-    return build_model(folder, kind, config, dtype, state, unread, drops_zeros=True)
+    return state, unread
 
 
 def _names(path: Path) -> list[str]:

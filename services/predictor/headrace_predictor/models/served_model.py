@@ -2,18 +2,24 @@
 
 `infer` answers a request with one response, `stream` with any number of them, each with the parameter
 `triton_final_response`. Both raise HeadraceError. Cancelling `infer` or closing the generator of `stream` cancels the
-request. Both run on the event loop and never block it.
+request. Both run on the event loop and never block it. A model that cannot be loaded raises
+StartupError with one line of text.
 """
 
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.clients import ANYONE, Client
 from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import StartupError
 from headrace.oip.model_description import ModelDescription
-from headrace_predictor.counts import RequestCounts
+from headrace_predictor.engine.interface import RequestCounts
 from headrace_protos import inference_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 Responses = AsyncGenerator[pb.ModelInferResponse, None]
 VERSION = "1"  # Every model has this one version.
@@ -58,3 +64,16 @@ class ServedModel(Protocol):
 
     def close(self) -> None:
         """Stops the model; requests in flight end with NotReadyError. Blocks for seconds at most."""
+
+
+@contextmanager
+def as_startup_error(model: str) -> Iterator[None]:
+    """Converts any error to a StartupError: damaged files raise errors of many types, and a retry helps with none."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        logger.debug("model %s cannot be loaded", model, exc_info=True)
+        text = str(error).strip() or type(error).__name__
+        raise StartupError(f"model {model} cannot be loaded: {text.splitlines()[0]}") from None

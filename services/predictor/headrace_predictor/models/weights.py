@@ -1,21 +1,28 @@
 """Loads weights of transformers' models: complete, onto one device, from safetensors or GGUF."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import read_gguf
 from headrace.models.weight_headers import weight_bytes
+from headrace_predictor.engine.cpu.grouped import padded_bytes
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
-from headrace_predictor.engine.runners.unread import read_weights
-from headrace_predictor.models.gguf_weights import has_gguf, load_gguf
-from headrace_predictor.models.quantised_checkpoints import METHODS, load_quantised, quantisation_of
+from headrace_predictor.engine.runners.streamed import GATED_MODELS
+from headrace_predictor.engine.runners.unread import StoredMatrix, leave_unread, read_weights
+from headrace_predictor.models import gguf_weights, quantised_checkpoints
+from headrace_predictor.models.gguf_weights import has_gguf
+from headrace_predictor.models.quantised_checkpoints import METHODS, quantisation_of
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
@@ -83,8 +90,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if has_gguf(folder) or quantisation_of(config):
-        read = load_gguf if has_gguf(folder) else load_quantised
-        model, info = read(folder, auto._model_mapping[type(config)], config, own)
+        model, info = _from_quantised(folder, auto._model_mapping[type(config)], config, own)
         if device.type != "cpu":
             read_weights(model)
     else:
@@ -94,6 +100,11 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
         raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
     if missing := [key for key in sorted(info["missing_keys"]) if not key.startswith(optional)]:
         raise StartupError(f"model {name}: {folder} lacks {_some(missing)}, without which its answers are random")
+    if left_out := [key for key in sorted(info["unexpected_keys"]) if _is_left_out(model, folder, key)]:
+        raise StartupError(
+            f"model {name}: {folder} has {_some(left_out)}, without which {type(model).__name__} would compute; does "
+            "config.json lack attention_bias or the like?"
+        )
     if getattr(model.config, "attention_type", None) == "block_sparse" and not model.config.is_decoder:
         raise StartupError(
             f"model {name}: after a short text transformers leaves block-sparse attention, so answers to long ones "
@@ -105,6 +116,46 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     model.are_pages_of_files = weight_bytes(folder)[_STORED.get(model.dtype, "")] > 0
     _check_devices(name, model, device)
     return model
+
+
+def _from_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The model of transformers' class `kind`, and transformers' report; raises ValueError.
+
+    Modules whose weights are quantised have them only after `read_weights` of runners/unread.py; `unread_bytes` is the
+    memory that these will take. A tensor that the class lacks is refused.
+    """
+    state: dict[str, Tensor]
+    unread: Mapping[str, StoredMatrix]
+    source = folder
+    if is_gguf := has_gguf(folder):
+        file = read_gguf(folder / WEIGHTS_FILE)
+        source = file.path
+        state, unread = gguf_weights.read_state(file, config, dtype)
+    else:
+        state, unread = quantised_checkpoints.read_state(folder, config, dtype, keeps_integers=kind in GATED_MODELS)
+        del config.quantization_config
+    matrices = {name: matrix.grouped for name, matrix in unread.items()}
+    for name, matrix in matrices.items():
+        state[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(matrix.outputs, matrix.inputs)
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    # Some libraries that quantise write biases that a class lacks, all of them zero.
+    further = [name for name in report["unexpected_keys"] if is_gguf or name not in state or state[name].any()]
+    if further:
+        raise ValueError(f"{source} has {min(further)}, which {kind.__name__} lacks")
+    model.unread_bytes = sum(
+        padded_bytes(one.kind, one.outputs, one.inputs)
+        if kind in GATED_MODELS
+        else one.outputs * one.inputs * dtype.itemsize
+        for one in matrices.values()
+    )
+    for name, stored in unread.items():
+        module = model.get_submodule(name)
+        leave_unread(module, stored)
+        if module is model.get_input_embeddings() and config.tie_word_embeddings:
+            leave_unread(model.get_output_embeddings(), stored)
+    return model, report
 
 
 def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str, own: Any) -> tuple[Any, Any]:
@@ -127,6 +178,18 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
             f"model {name} is quantised by {method}, which is not served: {str(error).splitlines()[0]}; take its "
             f"unquantised weights, a GGUF file, or a checkpoint of {', '.join(METHODS)}"
         ) from None
+
+
+def _is_left_out(model: Any, folder: Path, key: str) -> bool:
+    """Whether a tensor is the bias of a layer that the class computes without one; some tools write zeros."""
+    layer, _, part = key.rpartition(".")
+    if part != "bias" or getattr(dict(model.named_modules()).get(layer), "weight", None) is None:
+        return False
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if key in file.keys():  # noqa: SIM118
+                return bool(file.get_tensor(key).any())
+    return False
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,8 +25,7 @@ from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.model import GenerationModel
-from headrace_predictor.models.served_model import ServedModel
-from headrace_predictor.models.startup_errors import as_startup_error
+from headrace_predictor.models.served_model import ServedModel, as_startup_error
 from headrace_predictor.repository.lease import Serving
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel

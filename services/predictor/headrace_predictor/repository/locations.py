@@ -9,8 +9,7 @@ as `source`; a URL is always a `source`. Text from callers is never used as a pa
 from pathlib import Path
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
-from headrace.models.sources import ModelSource, is_name, parse_hub_id, parse_remote
-from headrace.models.urls import matches
+from headrace.models.sources import ModelSource, is_name, matches, parse_hub_id, parse_remote
 from headrace_predictor.settings import PredictorSettings
 
 

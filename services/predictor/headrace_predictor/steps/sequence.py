@@ -21,8 +21,7 @@ from headrace.telemetry.identity import PROTOCOL, REQUEST_ID, context_of, links_
 from headrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
 from headrace_predictor.engine.interface import Timeline
 from headrace_predictor.generation.model import GenerationModel
-from headrace_predictor.models.request_statistics import CountedRequest
-from headrace_predictor.repository.lease import Serving
+from headrace_predictor.repository.lease import CountedRequest, Serving
 from headrace_predictor.telemetry import ObservedGeneration
 from headrace_protos import inference_pb2, steps_pb2
 

@@ -34,8 +34,7 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
-from headrace_predictor.counts import Outcome, RequestCounts
-from headrace_predictor.engine.interface import EngineDeadError
+from headrace_predictor.engine.interface import EngineDeadError, Outcome, RequestCounts
 
 logger = logging.getLogger(__name__)
 

@@ -42,8 +42,7 @@ from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import load_weights
 from headrace_predictor.settings import PredictorSettings
-from headrace_predictor.tensor_models.encoder_model import EncoderModel
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, Compute, RowLimits, RowNetwork
+from headrace_predictor.tensor_models.encoder_model import ATTENTION_MASK, Compute, EncoderModel, RowLimits, RowNetwork
 from headrace_predictor.tensor_models.sentence_steps import (
     CAUSAL,
     MEAN_POOLING,

@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from headrace.errors import StartupError
 from headrace.models.kinds import PYTHON_FILE
-from headrace.oip.declared_tensors import declared
-from headrace.oip.model_description import TensorSpec
+from headrace.oip.model_description import TensorSpec, declared
 
 logger = logging.getLogger(__name__)
 

@@ -48,14 +48,12 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.oip.declared_tensors import check_inputs
-from headrace.oip.model_description import ModelDescription
+from headrace.oip.model_description import ModelDescription, check_inputs
 from headrace.oip.parameters import read_parameters
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import BYTES, Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
 from headrace.python_tensors import BadResultError, Response, as_mapping, as_tensor, write_response_parameters
-from headrace_predictor.counts import Outcome, RequestCounts
-from headrace_predictor.engine.interface import EngineDeadError
+from headrace_predictor.engine.interface import EngineDeadError, Outcome, RequestCounts
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
 from headrace_predictor.tensor_models.loop_thread import Channel, LoopThread, Mailbox, ReaderLeftError
 from headrace_predictor.tensor_models.python_code import PythonCode

@@ -16,7 +16,7 @@ from torch.nn import functional
 from headrace.models.sentence_files import Module
 from headrace.models.sources import read_config
 from headrace.oip.model_description import POOLING_MASK
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK
+from headrace_predictor.tensor_models.encoder_model import ATTENTION_MASK
 
 Features = dict[str, Tensor]
 Step = Callable[[Features], None]

@@ -22,8 +22,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.declared_tensors import check_requested_outputs
-from headrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec
+from headrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec, check_requested_outputs
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from headrace.rpc.server.call_context import CallContext

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
-from headrace.oip.declared_tensors import check_inputs, check_requested_outputs
-from headrace.oip.model_description import ModelDescription
+from headrace.oip.model_description import ModelDescription, check_inputs, check_requested_outputs
 from headrace.oip.parameters import read_parameters, set_parameters
 from headrace.oip.raw_contents import Contents, joined, raw_contents, split
 from headrace.oip.tensors import BYTES, MAX_BYTES_ELEMENTS, decode

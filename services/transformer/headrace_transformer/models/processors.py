@@ -20,8 +20,7 @@ from typing import Any
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, RequestFailedError, StartupError
 from headrace.models.sources import is_name
-from headrace.oip.declared_tensors import declared
-from headrace.oip.model_description import TensorSpec
+from headrace.oip.model_description import TensorSpec, declared
 from headrace.oip.tensors import Array, RawTensor, Tensor
 from headrace.processor import Processor, ProcessorRequest
 from headrace.python_tensors import BadResultError, as_mapping, as_tensor

@@ -22,8 +22,8 @@ from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publi
 from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
 from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_grouped
+from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, HALF, PANEL
 from headrace_predictor.engine.cpu.pairs import product_type
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, HALF, PANEL
 from headrace_predictor.engine.cpu.products import is_int4, multiply, rows_at_once
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
 

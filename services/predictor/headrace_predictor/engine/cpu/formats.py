@@ -11,16 +11,16 @@ range of memory, which is read from its begin to its end:
 Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
 from torch import Tensor
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, GROUP_BYTES, PANEL, PackedMatrix
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, GROUP_BYTES, PANEL
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
 
@@ -35,28 +35,14 @@ _SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are t
 _LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
 
 
-class Packed(NamedTuple):
-    """A matrix [outputs, inputs] in a format; `scales` float32 [padded outputs], empty but for int8."""
+@dataclass(frozen=True)
+class Packed(PackedMatrix):
+    """One in a format; its weights are [panels, bytes of a panel]."""
 
     format: str
-    outputs: int
-    inputs: int
-    weights: Array  # uint8 [panels, bytes of a panel], aligned.
-    scales: Array
 
-    @property
-    def panels(self) -> int:
-        return -(-self.outputs // PANEL)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.inputs // BLOCK)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows [n, inputs] of the matrix as float32, for ids [n]."""
-        out = np.empty((len(ids), self.blocks * BLOCK), np.float32)
+    def read_rows(self, ids: Tensor, out: Array) -> None:
         _read_rows(MARKERS[self.format], self.weights, self.scales, ids.numpy(), out)
-        return torch.from_numpy(out)[:, : self.inputs].contiguous()
 
 
 def panel_bytes(format_: str, inputs: int) -> int:
@@ -74,7 +60,7 @@ def pack(format_: str, *matrices: Tensor, file: PackedFile, interleave: bool = F
     panels = -(-outputs // PANEL)
     memory = file.take(panels * panel_bytes(format_, inputs)).reshape(panels, -1)
     scales = file.take(4 * panels * PANEL if format_ == "int8" else 0).view(np.float32)
-    packed = Packed(format_, outputs, inputs, memory, scales)
+    packed = Packed(outputs, inputs, memory, scales, format_)
     if file.is_packed:
         return packed
     rows = [array_of(matrix) for matrix in matrices]

@@ -1,9 +1,11 @@
 """Grouped weights: integers whose groups of 32, or halves of these, have float32 scales and minimums of their own.
 
 A weight is scale * number - minimum. So are the formats of GGUF files, which are packed here without loss. A panel has
-one of the KINDS of products.py and lies in memory as [group, group_bytes]: the scales [scales, PANEL] and minimums
+one of the KINDS and lies in memory as [group, group_bytes]: the scales [scales, PANEL] and minimums
 [PANEL], float32; then the numbers, of 8 bits [GROUP / 4, PANEL, 4] plus 128, of 4 bits [GROUP / 8, PANEL, 4], where
 byte j has those of inputs 8 t + j and 8 t + 4 + j in its low and high half.
+
+The sizes of panels, blocks and groups are those of all streamed weights: see products.py and formats.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +17,30 @@ import torch
 from torch import Tensor
 
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, KINDS, PANEL
 from headrace_predictor.engine.state.cache import Array
 
+PANEL = 64  # Output channels that are computed together.
+BLOCK = 128  # Inputs of one step; those that share a scale in the integer formats.
+GROUP = 32  # Inputs that share a scale of 4-bit weights.
+GROUP_BYTES = PANEL * (2 + GROUP // 2)  # Of a panel: its scales and weights of a group.
+ROWS = 4  # Rows that read the weights together.
 _GROUPS = BLOCK // GROUP
+HALF = GROUP // 2  # Inputs whose sum is kept for grouped weights.
+
+
+class Kind(NamedTuple):
+    """Of grouped weights: `bits` of a weight, float32 `scales` of a group, and whether a minimum is subtracted."""
+
+    bits: int
+    scales: int
+    has_minimum: bool
+
+    @property
+    def group_bytes(self) -> int:
+        return PANEL * (4 * self.scales + 4 * self.has_minimum + GROUP * self.bits // 8)
+
+
+KINDS = (Kind(4, 1, True), Kind(8, 1, False), Kind(8, 1, True), Kind(8, 2, False))
 
 
 class Numbers(NamedTuple):
@@ -47,32 +69,66 @@ class GroupedMatrix:
     rows: Callable[[int, int], Numbers]
 
 
-class Grouped(NamedTuple):
-    """A packed matrix; `table` int64 [panels, 3], see decode.py; `scales` is empty: panels have theirs."""
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A packed matrix [outputs, inputs]; `scales` float32 [padded outputs], empty where there are none of outputs."""
 
     outputs: int
     inputs: int
-    weights: Array
-    table: Array
-    scales: Array = np.empty(0, np.float32)
+    weights: Array  # uint8, aligned.
+    scales: Array
 
     @property
     def panels(self) -> int:
-        return len(self.table)
+        return -(-self.outputs // PANEL)
 
     @property
     def blocks(self) -> int:
         return -(-self.inputs // BLOCK)
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.weights.nbytes + self.scales.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Of what a product reads."""
+        return int(self.weights.ctypes.data)
+
+    def numbers(self, bias: Tensor | None) -> list[int]:
+        """The numbers of a product with the matrix, see decode.py, which reads them while this and the bias live."""
+        scales = self.scales.ctypes.data if len(self.scales) else 0
+        size = self.weights.nbytes // self.panels
+        own_bias = 0 if bias is None else bias.data_ptr()
+        return [self.address, scales, own_bias, self.panels, self.blocks, size, self.outputs, self.inputs]
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows [n, inputs] of the matrix as float32, for ids [n]."""
         out = np.empty((len(ids), self.blocks * BLOCK), np.float32)
+        self.read_rows(ids, out)
+        return torch.from_numpy(out)[:, : self.inputs].contiguous()
+
+    def read_rows(self, ids: Tensor, out: Array) -> None:
+        """Writes rows of whole blocks [n, padded inputs]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Grouped(PackedMatrix):
+    """One of grouped weights, whose panels have scales of their own; `table` int64 [panels, 3], see decode.py."""
+
+    table: Array
+
+    @property
+    def address(self) -> int:
+        return int(self.table.ctypes.data)
+
+    def read_rows(self, ids: Tensor, out: Array) -> None:
         first = self.weights.ctypes.data
         for i, row in enumerate(ids.tolist()):
             address, kind, size = self.table[row // PANEL].tolist()
             panel = self.weights[address - first : address - first + size * self.blocks]
             out[i] = _unpacked(kind, panel, row % PANEL).values()
-        return torch.from_numpy(out)[:, : self.inputs].contiguous()
 
 
 def padded_bytes(kind: int, outputs: int, inputs: int) -> int:
@@ -97,7 +153,7 @@ def pack_grouped(matrices: Sequence[GroupedMatrix], file: PackedFile, interleave
             _pack(kind, matrices[m].rows(row, end), memory[at : at + size].reshape(groups, -1))
         at += size
     outputs = len(order) * PANEL if interleave else sum(matrix.outputs for matrix in matrices)
-    return Grouped(outputs, inputs, memory, table)
+    return Grouped(outputs, inputs, memory, np.empty(0, np.float32), table)
 
 
 def _pack(kind: int, rows: Numbers, memory: Array) -> None:

@@ -2,9 +2,14 @@
 
 Inputs and weights are those of formats.py, and a row's product is the same for any rows beside it, any threads and any
 processor. What is between the products stays the model's.
+
+Experts that transformers keeps in one tensor become linear layers too: its own products read these tensors row by row,
+or pass through all experts for any number of tokens. Here a step computes those experts that its tokens have, each once
+for all of them.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -17,14 +22,67 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu import decode
 from headrace_predictor.engine.cpu.attention import POOL
 from headrace_predictor.engine.cpu.compiled import OPTIONS
-from headrace_predictor.engine.cpu.experts import ExpertLinears, split_experts
 from headrace_predictor.engine.cpu.formats import MARKERS, pack, panel_bytes
+from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, PANEL
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.packed_linear import WeightKind, called_linears, weight_of
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, PANEL
+from headrace_predictor.engine.cpu.packed_linear import (
+    WeightKind,
+    called_linears,
+    linears_of,
+    replace_layers,
+    weight_of,
+)
 
 # With fewer bits they would choose other experts.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+class ExpertLinears(nn.ModuleList):
+    """The same product of each expert."""
+
+    def forward(self, rows: Tensor, counts: dict[int, int]) -> Tensor:
+        """Rows [n, in], of which each expert in turn has so many, to [n, out]."""
+        parts = torch.split(rows, [*counts.values()])
+        return torch.cat([self[expert](part) for expert, part in zip(counts, parts, strict=True)])
+
+
+def split_experts(model: Any) -> None:
+    """Replaces the tensors of all modules that follow transformers' interface for experts."""
+    for module in [*model.modules()]:
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "has_post_expert_norm"):
+            module.opening = _linears(module, "gate_up_proj" if module.has_gate else "up_proj")
+            module.closing = _linears(module, "down_proj")
+            module.forward = partial(_compute_experts, module)
+
+
+def _linears(module: Any, name: str) -> ExpertLinears:
+    """Takes a tensor [experts, …] and its biases from a module."""
+    weights = module._parameters.pop(name).detach()
+    biases = module._parameters.pop(f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
+    linears = ExpertLinears()
+    for weight, bias in zip(weights.mT if module.is_transposed else weights, biases, strict=True):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        linears.append(linear)
+    return linears
+
+
+def _compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The sum [tokens, n] of each token's experts [tokens, k], times their weights."""
+    chosen = top_k_index.flatten()
+    order = chosen.argsort()
+    counts = {expert: count for expert, count in enumerate(chosen.bincount().tolist()) if count}
+    inner = experts.opening(hidden_states[order // top_k_index.shape[1]], counts)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    outputs = experts.closing(inner, counts)
+    if experts.has_post_expert_norm:
+        outputs = experts.post_expert_norm(outputs)
+    own = torch.empty_like(outputs)
+    own[order] = outputs
+    weighted = own.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
 class IntegerLinear(nn.Module):
@@ -39,19 +97,7 @@ class IntegerLinear(nn.Module):
         self.packed = packed = pack("int8" if is_wide else format_, weight.detach().contiguous(), file=file)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._marker = MARKERS[format_]
-        self._product = np.array(
-            [
-                packed.weights.ctypes.data,
-                packed.scales.ctypes.data if len(packed.scales) else 0,
-                0 if self._bias is None else self._bias.data_ptr(),
-                packed.panels,
-                packed.blocks,
-                packed.weights.nbytes // packed.panels,
-                packed.outputs,
-                packed.inputs,
-            ],
-            np.int64,
-        )
+        self._product = np.array(packed.numbers(self._bias), np.int64)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.packed.inputs).float().contiguous()
@@ -103,26 +149,17 @@ class Quantisation:
     def __call__(self, model: Any, run: Callable[[], None]) -> None:
         """Quantises what `run` calls, and runs it again."""
         split_experts(model)
-        head, called = model.get_output_embeddings(), called_linears(model, run)
-        for experts in (module for module in model.modules() if isinstance(module, ExpertLinears)):
-            if not called.isdisjoint(experts):
-                called.update(experts)
-        places: dict[Any, list[tuple[Any, str]]] = {}
-        for path, child in model.named_modules(remove_duplicate=False):
-            owner, _, name = path.rpartition(".")
-            if child in called and name not in _ROUTERS:
-                places.setdefault(child, []).append((model.get_submodule(owner), name))
-        if not places:
+        head, layers = model.get_output_embeddings(), _chosen(model, run)
+        if not layers:
             raise StartupError(f"PREDICTOR_WEIGHTS={self._format}: {type(model).__name__} calls no linear layer")
-        file = self._open_file(sum(self._most_bytes(child, child is head) for child in places))
-        called.clear()
-        while places:
-            child, users = next(iter(places.items()))
-            del places[child]  # Its weights can go when they are packed.
-            layer = IntegerLinear(weight_of(child), child.bias, self._format, child is head, file)
-            self.weights_bytes += layer.packed.weights.nbytes + layer.packed.scales.nbytes
-            for module, name in users:
-                setattr(module, name, layer)
+        file = self._open_file(sum(self._most_bytes(layer, layer is head) for layer in layers))
+
+        def quantised(linear: Any) -> IntegerLinear:
+            layer = IntegerLinear(weight_of(linear), linear.bias, self._format, linear is head, file)
+            self.weights_bytes += layer.packed.nbytes
+            return layer
+
+        replace_layers(model, layers, quantised)
         file.keep()
         self.mapped_bytes = self.weights_bytes if file.is_mapped else 0
         self.weights_bytes += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
@@ -132,3 +169,14 @@ class Quantisation:
         outputs, inputs = weight_of(linear).shape
         a_panel = panel_bytes("int8" if is_wide else self._format, inputs) + 4 * PANEL
         return (outputs // PANEL + 1) * a_panel + BLOCK
+
+
+def _chosen(model: Any, run: Callable[[], None]) -> list[Any]:
+    """The linear layers that `run` calls, and all experts beside one, but not those that choose experts."""
+    called = set(called_linears(model, run))
+    for experts in (module for module in model.modules() if isinstance(module, ExpertLinears)):
+        if not called.isdisjoint(experts):
+            called.update(experts)
+    named = model.named_modules(remove_duplicate=False)
+    called -= {module for path, module in named if path.rpartition(".")[2] in _ROUTERS}
+    return [linear for linear in linears_of(model) if linear in called]

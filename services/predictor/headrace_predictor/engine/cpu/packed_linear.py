@@ -10,7 +10,7 @@ twice as long for 256 rows.
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ _ROWS = 32  # The packing is optimised for this number of rows, the size of a sl
 _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
+_LINEAR = (nn.Linear, Conv1D)
 # Whether the system lets this process, and those that it forks, multiply matrices of bfloat16 by the tiles of AMX.
 HAS_TILES: bool = torch.cpu._init_amx()
 
@@ -114,16 +115,14 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: Any, only: Collection[Any] | None = None) -> None:
-    """Replaces the linear layers of a model for inference, where they can be packed: `only` these, by default all."""
-    if not packs(model.device, model.dtype):
-        return
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if only is not None and child not in only:
-                continue
-            if type(child) in (nn.Linear, Conv1D):
-                setattr(module, name, PackedLinear(weight_of(child), child.bias))
+def pack_linears(model: Any, only: list[Any] | None = None, but: Collection[Any] = ()) -> None:
+    """Replaces the linear layers of a model for inference, where they can be packed.
+
+    `only` these, by default all, `but` those whose weights other modules read.
+    """
+    if packs(model.device, model.dtype):
+        wanted = [linear for linear in (linears_of(model) if only is None else only) if linear not in but]
+        replace_layers(model, wanted, lambda linear: PackedLinear(weight_of(linear), linear.bias))
 
 
 def pack_called(model: Any, run: Callable[[], None]) -> None:
@@ -132,17 +131,46 @@ def pack_called(model: Any, run: Callable[[], None]) -> None:
     run()
 
 
-def called_linears(model: Any, run: Callable[[], None]) -> set[Any]:
+def linears_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if type(module) in _LINEAR]
+
+
+def called_linears(model: Any, run: Callable[[], object]) -> list[Any]:
     """The linear layers of a model that `run` calls."""
+    called = _called(model, run)
+    return [linear for linear in linears_of(model) if linear in called]
+
+
+def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
+    """The linear layers that modules which `run` calls do not call, but have: they may read the weights."""
+    called = _called(model, run)
+    return {child for module in called for child in module.children() if type(child) in _LINEAR} - called
+
+
+def _called(model: Any, run: Callable[[], object]) -> set[Any]:
     called: set[Any] = set()
-    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
-    hooks = [linear.register_forward_hook(lambda linear, *_: called.add(linear)) for linear in linears]
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in model.modules()]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
     return called
+
+
+def replace_layers(model: Any, layers: list[Any], make: Callable[[Any], nn.Module]) -> None:
+    """Puts what `make` returns in each place of each layer; empties the list, so that their weights go one by one."""
+    places: dict[Any, list[tuple[Any, str]]] = {layer: [] for layer in layers}
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if layer in places:
+            owner, _, name = path.rpartition(".")
+            places[layer].append((model.get_submodule(owner), name))
+    layers.reverse()
+    while layers:
+        layer = layers.pop()
+        made = make(layer)
+        for module, name in places.pop(layer):
+            setattr(module, name, made)
 
 
 def weight_of(linear: nn.Linear | Conv1D) -> Tensor:

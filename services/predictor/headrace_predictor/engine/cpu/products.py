@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, GROUP_BYTES, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.pairs import (
     FEATURES,
     HAS_BYTE_MATRICES,
@@ -28,7 +29,6 @@ from headrace_predictor.engine.cpu.pairs import (
     add_vectors,
     with_tiles,
 )
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, GROUP_BYTES, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.vectors import splat
 
 _VECTORS, _LANES = 4, 16  # A panel in vectors of 32-bit numbers.

@@ -269,17 +269,22 @@ def _attend_in_copies(
     if decodes := plan.decodes:
         copies = plan.cache.read(layer, plan.table[:decodes])
         mask = plan.decode_mask(reach)
-        outputs.append(_attend_rows(queries[:decodes, :, None], *copies, mask, scores)[:, :, 0])
+        outputs.append(attend_rows(queries[:decodes, :, None], *copies, mask, scores)[:, :, 0])
     for chunk in plan.chunks:
         blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
         copies = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
         query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]
-        outputs.append(_attend_rows(query, *copies, plan.chunk_mask(chunk, reach), scores)[0].transpose(0, 1))
+        outputs.append(attend_rows(query, *copies, plan.chunk_mask(chunk, reach), scores)[0].transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """Output [rows, heads, n, value size] for queries [rows, heads, n, head size], with copies of blocks."""
+def attend_rows(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, bias: Tensor | None = None
+) -> Tensor:
+    """Output [rows, heads, n, value size] for queries [rows, heads, n, head size], with copies of blocks.
+
+    `bias` [rows, heads, n, positions] is added to scores, of rows of one query.
+    """
     rows, heads, count, size = query.shape
     group = heads // keys.shape[1]
     if count > 1 and not scores.cap and scores.sinks is None:
@@ -288,11 +293,12 @@ def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scor
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         return F.scaled_dot_product_attention(query, keys, values, mask, scale=scores.scale)
     # The queries of a group are rows of one product, the group before the positions.
-    products = torch.matmul(query.reshape(rows, -1, group * count, size), keys).float() * scores.scale
+    products = torch.matmul(query.reshape(rows, -1, group * count, size), keys)
+    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scores.scale
     weights = products.view(rows, heads, count, -1)
     if scores.cap:
         weights = scores.cap * torch.tanh(weights / scores.cap)
-    weights = weights.masked_fill(~mask, -torch.inf)
+    weights = (weights if bias is None else weights + bias).masked_fill(~mask, -torch.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.float()[None, :, None, None].expand(rows, -1, count, 1)
         weights = torch.cat((weights, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -14,22 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, GrowingMemory
-from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.state.sequence import Row
 
 _SHORT = 128
 
 
-class BatchedRunner:
+class BatchedRunner(ModelRunner):
     """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "batched"
-    start_ids: tuple[int, ...] = ()
     reuses_prefixes = True
     scores_prompts = True
-    scaling = None
-    reads_whole_prompts = False
 
     def __init__(self, model: Any, blocks: int) -> None:
         self._model = model
@@ -52,11 +49,6 @@ class BatchedRunner:
 
     def clear(self, blocks: Rows[int]) -> None:
         self._pools.clear(blocks)
-
-    def probe(self) -> None:
-        sequence = detached_sequence([0])
-        sequence.blocks = [0]
-        check_numbers(self.run([Row(sequence, 0, 1)]))
 
     def _pass(self, rows: Rows[Row]) -> Tensor:
         """Logits [rows, n, vocabulary] of rows with one count of ids: of the last ids if only these are wanted."""

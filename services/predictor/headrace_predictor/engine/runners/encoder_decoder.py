@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import stated_context
 from headrace_predictor.engine.runners.ragged import (
     RaggedAttention,
@@ -46,19 +47,16 @@ _STEP = 8  # Prompts are padded to multiples of this, long ones to those of a si
 _ENCODED = 4096  # The maximum of ids in a pass of the encoder, with padding; but one prompt at least.
 
 
-class EncoderDecoderRunner:
+class EncoderDecoderRunner(ModelRunner):
     """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "encoder-decoder"
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         """Raises ValueError for a model whose experts take a limited share of a pass's tokens."""
         if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1:
             raise ValueError("its experts leave out tokens, others in another crowd")
-        self.start_ids: tuple[int, ...] = (decoder_start(model),)
+        self.start_ids = (decoder_start(model),)
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._attention = RaggedAttention(self._cache)

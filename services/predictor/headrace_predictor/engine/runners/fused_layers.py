@@ -24,7 +24,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part, Products
+from headrace_predictor.engine.adapters import FusedLayer, LowRank, LowRankWeights, Part, Products
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
@@ -89,7 +89,7 @@ class _Attention:
         return self._attend(plan.cache.arrays[self._layer], plan.ranges(self._reach), packed, output, rotary)
 
 
-class GatedLayer(nn.Module):
+class GatedLayer(FusedLayer):
     """The layer of Llama and similar models: root mean square norms, rotary positions, a gated feed-forward part."""
 
     def __init__(self, layer: Any) -> None:
@@ -119,7 +119,6 @@ class GatedLayer(nn.Module):
         return Workspace(rotary, Buffer(hidden.shape, hidden.dtype), self._attention.output(hidden))
 
     def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
-        """An adapter's products, from its weights by path in the layer."""
         gate_up = weights.get("mlp.gate_proj"), weights.get("mlp.up_proj")
         return {
             "projections": self._attention.projections(weights, packed),
@@ -162,7 +161,7 @@ class GatedLayer(nn.Module):
         return hidden
 
 
-class OPTLayer(nn.Module):
+class OPTLayer(FusedLayer):
     """OPT's layer: layer norms before each part, a feed-forward part with ReLU."""
 
     def __init__(self, layer: Any) -> None:
@@ -198,16 +197,12 @@ class OPTLayer(nn.Module):
         return hidden[None]
 
     def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
-        """An adapter's products, from its weights by path in the layer."""
         return {
             "projections": self._attention.projections(weights, packed),
             "output": _product(weights, "self_attn.out_proj", packed),
             "first": _product(weights, "fc1", packed),
             "second": _product(weights, "fc2", packed),
         }
-
-
-FUSED = (GatedLayer, OPTLayer)
 
 
 def fuse_layers(model: Any) -> None:

@@ -2,7 +2,7 @@
 pass the model together.
 
 A pass is transformers' own, over [rows, 1] ids or over [1, ids] of a chunk of a prompt. The states of sequences lie in
-slots (slots.py), on which a pass works in place; keys and values of attention layers lie in the sequences' blocks, and
+slots (states.py), on which a pass works in place; keys and values of attention layers lie in the sequences' blocks, and
 each row attends to its own (attention.py), so that no row is padded to the length of another. Everything else in these
 models is computed row by row. `proof.py` verifies at load that this is right for the model.
 
@@ -21,10 +21,11 @@ from transformers import AttentionInterface
 
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
-from headrace_predictor.engine.runners.slots import Slots, State
-from headrace_predictor.engine.runners.states import first_states, recurrent_states
+from headrace_predictor.engine.runners.interface import ModelRunner, first_row
+from headrace_predictor.engine.runners.mamba import quicken
+from headrace_predictor.engine.runners.states import Slots, State, first_states, recurrent_states
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.state.sequence import Row
 
 NAME = "headrace_hybrid"
 _PIECE = 512  # Ids of a pass that computes a state again.
@@ -41,18 +42,13 @@ class _Pass:
         return keys, values
 
 
-class HybridRunner:
+class HybridRunner(ModelRunner):
     """See the module; after `find_reaches`. `blocks` is the size of the cache, with the reserved block.
 
     With `whole`, prompts are computed in one pass, together with their last chunk: some models cannot continue from
     states with more than one id. Without `together` each row has a pass of its own: some compute wrongly with states of
     several rows.
     """
-
-    start_ids: tuple[int, ...] = ()
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int, whole: bool = False, together: bool = True) -> None:
         """Raises ValueError if the model has no recurrent states."""
@@ -68,6 +64,7 @@ class HybridRunner:
         # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._states = states
+        quicken(model)
         self._pass = _Pass()
         self._cache: KeyValueCache | None = None
         if states.attention_layers:
@@ -78,7 +75,7 @@ class HybridRunner:
                 if "reach" in vars(module):
                     module.current_pass = self._pass
             model.set_attn_implementation(NAME)
-        with self._attending([_first_row()]):
+        with self._attending([first_row()]):
             self._slots = Slots(first_states(model, states))
 
     def limit(self, states: int) -> None:
@@ -105,7 +102,7 @@ class HybridRunner:
             self._cache.clear(blocks)
 
     def probe(self) -> None:
-        row = _first_row()
+        row = first_row()
         check_numbers(self.run([row]))
         row.sequence.ids.append(0)
         check_numbers(self.run([Row(row.sequence, 1, 1)]))
@@ -165,13 +162,6 @@ class HybridRunner:
 
     def _tensor(self, values: list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._model.device)
-
-
-def _first_row() -> Row:
-    """That of a sequence with one id, in the reserved block."""
-    sequence = detached_sequence([0])
-    sequence.blocks = [0]
-    return Row(sequence, 0, 1)
 
 
 def _done(row: Row) -> int:

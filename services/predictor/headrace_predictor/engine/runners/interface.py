@@ -1,37 +1,26 @@
 """The interface of model runners, which compute the steps; each runner serves a family of models."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from typing import Protocol
 
 from torch import Tensor
 
+from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.state.in_flight import Scaling
-from headrace_predictor.engine.state.sequence import Row
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
 
-class ModelRunner(Protocol):
+class ModelRunner(ABC):
     """Computes the logits of a step's rows. Used only by the engine's thread."""
 
-    @property
-    def description(self) -> str:
-        """Its kind in a word or two, for the log and ModelConfig."""
+    description: str  # Its kind in a word or two, for the log and ModelConfig.
+    start_ids: tuple[int, ...] = ()  # Between prompt and output: an encoder-decoder model's decoder start token.
+    reuses_prefixes = False  # Whether a block's contents depend only on the ids up to its end, and `scaling`'s stage.
+    scores_prompts = False  # Whether rows may have positions to score.
+    scaling: Scaling | None = None  # How its keys depend on the length of their sequence; None: they do not.
+    reads_whole_prompts = False  # Whether a prompt is computed in one pass, with its last chunk.
 
-    @property
-    def start_ids(self) -> tuple[int, ...]:
-        """The ids between prompt and output: an encoder-decoder model's decoder start token."""
-
-    @property
-    def reuses_prefixes(self) -> bool:
-        """Whether a block's contents depend only on the ids up to its end, and the stage of `scaling`."""
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether rows may have positions to score."""
-
-    @property
-    def scaling(self) -> Scaling | None:
-        """How its keys depend on the length of their sequence, see Scaling; None: they do not."""
-
+    @abstractmethod
     def run(self, rows: Rows[Row]) -> Tensor:
         """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of rows that sample, in order.
 
@@ -40,8 +29,17 @@ class ModelRunner(Protocol):
         called again with the same rows or some of them.
         """
 
+    @abstractmethod
     def clear(self, blocks: Rows[int]) -> None:
         """Zeroes what a failed sequence left in blocks that others will use."""
 
     def probe(self) -> None:
         """Runs a forward pass that affects no sequence; raises if it fails or if its logits are not numbers."""
+        check_numbers(self.run([first_row()]))
+
+
+def first_row() -> Row:
+    """That of a sequence with one id, in the reserved block."""
+    sequence = detached_sequence([0])
+    sequence.blocks = [0]
+    return Row(sequence, 0, 1)

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headrace_predictor.engine.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
-from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.gpu.operations import Operations
-from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
+from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
 from headrace_predictor.engine.sampling.sampler import choose_each, uniform
@@ -68,14 +68,12 @@ class FlatDecoder:
         return self._head.forward(self._norm(hidden, kernel.Buffer(hidden.shape, hidden.dtype)))
 
 
-class PagedRunner:
+class PagedRunner(ModelRunner):
     """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "paged"
-    start_ids: tuple[int, ...] = ()
     reuses_prefixes = True
     scores_prompts = True
-    reads_whole_prompts = False
 
     def __init__(
         self,
@@ -261,8 +259,3 @@ class PagedRunner:
             if not torch.equal(together[position], self.run([Row(sequence, position, 1)])[0]):
                 return False
         return True
-
-    def probe(self) -> None:
-        sequence = detached_sequence([0])
-        sequence.blocks = [0]
-        check_numbers(self.run([Row(sequence, 0, 1)]))

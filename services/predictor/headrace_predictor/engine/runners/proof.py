@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.packed_linear import pack_called
+from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
 from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
@@ -49,6 +49,8 @@ _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
 _RECURRENCE = 10  # Times as much where a state carries rounding on from id to id, in float32 whatever the weights.
 
+_SCALED = "its positions are scaled by the length of a sequence"
+
 Runner = TypeVar("Runner", bound=ModelRunner)
 
 # What models raise for a cache, or for several ids beside one, that they cannot continue from.
@@ -68,16 +70,17 @@ class Proof:
         quantise: Callable[[Any, Callable[[], None]], object] | None = None,
     ) -> None:
         """`quantise(model, run)`: quantises the linear layers that `run` calls, of a model whose runner is chosen."""
-        self._quantise = quantise
+        self.quantise = quantise
         self.rotary = SequenceRotary.of(model, context)
-        self._model = model
-        self._shape = shape
+        self.model = model
+        self.shape = shape
         self._context = context
         self._far = max(context, packed)
         length = min(_PIECES[-1], context)
         first = min(_SPECIAL, vocabulary - 1)
         self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
         self.tells_positions = False  # Of `PagedRunner`.
+        self.read_linears: set[Any] = set()  # Linear layers whose weights other modules may read.
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
     def check_generate(self, name: str) -> None:
@@ -85,7 +88,7 @@ class Proof:
 
         In some models `generate` shows the prompt to itself in both directions, or reorders it.
         """
-        model, ids = self._model, self._ids[: max(1, min(_PROMPT, self._context - _STEPS))]
+        model, ids = self.model, self._ids[: max(1, min(_PROMPT, self._context - _STEPS))]
         own = model.generation_config
         steps: Any = {"max_new_tokens": _STEPS, "return_dict_in_generate": True, "output_logits": True}
         model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, **steps)  # type: ignore[no-untyped-call]
@@ -98,6 +101,7 @@ class Proof:
         try:
             with few_layers(model):
                 excess = self._excess(difference)
+                self.read_linears = read_linears(model, lambda: self._run(ids))
         finally:
             model.generation_config = own
         if excess:
@@ -110,7 +114,7 @@ class Proof:
 
         `operations`: the GPU's kernels, which are proven with it.
         """
-        model = self._model
+        model = self.model
         self.tells_positions = False
         if recurrent_states(model) is not None:
             return "it has recurrent states"
@@ -124,7 +128,7 @@ class Proof:
             return self._difference(
                 lambda: PagedRunner(
                     model,
-                    self._shape,
+                    self.shape,
                     6,
                     rotary=self.rotary,
                     tells_positions=self.tells_positions,
@@ -150,14 +154,14 @@ class Proof:
         None if it can: then `find` has set what the attention modules reach within the context.
         """
         try:
-            with few_layers(self._model), near_limits(self._model, self.rotary, self._far) as changed:
+            with few_layers(self.model), near_limits(self.model, self.rotary, self._far) as changed:
                 if find is not None:
                     find(len(self._ids) if changed else self._context)
                 found = excess()
             if find is not None:
-                with few_layers(self._model):  # Else it would read all weights.
+                with few_layers(self.model):  # Else it would read all weights.
                     find(self._context)
-                repeat_reaches(self._model)
+                repeat_reaches(self.model)
         except Exception as error:
             logger.debug("a runner failed in the proof", exc_info=True)
             kind = "its layers compute with their masks" if self._hides_masks else kind
@@ -166,60 +170,60 @@ class Proof:
 
     def _batched_runner(self, blocks: int) -> BatchedRunner | None:
         """The runner of batches, if it is right for the model."""
-        model = self._model
+        model = self.model
         # Where an index selects positions, it may choose among equals by their number.
         if self.rotary is not None or self._hides_masks:
             return None
-        with suppress(*_FAILURES), near_limits(self._model, self.rotary, self._far):
+        with suppress(*_FAILURES), near_limits(self.model, self.rotary, self._far):
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                if self._quantise is None:
+                if self.quantise is None:
                     transpose_weights(model)
-                return self._finished(BatchedRunner(model, blocks))
+                return self.finished(BatchedRunner(model, blocks))
         return None
 
     def other_runner(self, blocks: int, reason: str) -> tuple[ModelRunner, str | None]:
         """The runner of a decoder that is not paged, and why it computes one row at a time."""
-        if recurrent_states(self._model) is None:
+        if recurrent_states(self.model) is None:
             batched = self._batched_runner(blocks)
-            return (self._finished(self._row_runner()), reason) if batched is None else (batched, None)
-        reason = "its positions are scaled by the length of a sequence"
+            return (self.finished(self._row_runner()), reason) if batched is None else (batched, None)
+        reason = _SCALED
         if self.rotary is None:
             # Not every model takes several ids, or several rows, beside states.
             for together, whole in ((True, False), (True, True), (False, False), (False, True)):
                 found = self._fault_of_hybrid(whole, together)
                 if found is None:
-                    runner = HybridRunner(self._model, self._shape, blocks, whole, together)
-                    return self._finished(runner, pack_called), None if together else reason
+                    runner = HybridRunner(self.model, self.shape, blocks, whole, together)
+                    return self.finished(runner, pack_called), None if together else reason
                 reason = found
-        return self._finished(self._row_runner()), reason
+        return self.finished(self._row_runner()), reason
 
-    def _finished(self, runner: Runner, pack: Callable[[Any, Callable[[], None]], None] | None = None) -> Runner:
+    def finished(self, runner: Runner, pack: Callable[[Any, Callable[[], None]], None] | None = None) -> Runner:
         """The runner that was chosen; its model's linear layers are quantised, or packed by `pack`."""
-        if self._quantise is not None:
-            self._quantise(self._model, runner.probe)
+        if self.quantise is not None:
+            self.quantise(self.model, runner.probe)
         elif pack is not None:
-            pack(self._model, runner.probe)
+            pack(self.model, runner.probe)
         return runner
 
     def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
         """Why `HybridRunner` cannot run the model so; None if it can: then the attention modules have their reach."""
-        own = attention_functions(self._model)
+        own = attention_functions(self.model)
 
         def excess() -> float:
             return self._excess(lambda: self._hybrid_difference(own, whole, together) / _RECURRENCE) * _RECURRENCE
 
         fault = self._fault(excess, "its recurrent states are of another kind", self._find_layers_reaches)
         if fault is not None:
-            self._model.set_attn_implementation(own)
+            self.model.set_attn_implementation(own)
         return fault
 
     def _hybrid_difference(self, own: dict[str, str], whole: bool, together: bool) -> float:
         """As `_difference`, and that of sequences of different lengths which decode together."""
 
         def make() -> HybridRunner:
-            return HybridRunner(model, self._shape, 6, whole, together)
+            return HybridRunner(model, self.shape, 6, whole, together)
 
-        model, ids = self._model, self._ids
+        model, ids = self.model, self._ids
         model.set_attn_implementation(own)
         expected = self._run(ids)
         worst = self._difference(make)
@@ -238,40 +242,42 @@ class Proof:
 
     def _row_runner(self) -> ModelRunner:
         """The runner for one row at a time."""
-        model = self._model
+        model = self.model
         for whole in (True,) if self._hides_masks else (False, True):
             # Not every model has a cache that transformers can continue from.
-            with suppress(*_FAILURES), near_limits(self._model, self.rotary, self._far):
+            with suppress(*_FAILURES), near_limits(self.model, self.rotary, self._far):
                 if not self._excess(partial(self._difference, partial(CausalRunner, model, self.rotary, whole))):
                     return CausalRunner(model, self.rotary, whole)
+        if self.rotary is not None and not self.rotary.scaling.recomputes:
+            raise StartupError(f"{_SCALED}, and no runner gives the ids of generate")
         return CachelessRunner(model)
 
     def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
         """The runner of an encoder-decoder model, and why it computes one row at a time."""
-        model = self._model
+        model = self.model
 
         def difference() -> float:  # Of the width of the moment.
-            return self._difference_of_decoder(lambda: EncoderDecoderRunner(model, self._shape, 6))
+            return self._difference_of_decoder(lambda: EncoderDecoderRunner(model, self.shape, 6))
 
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
-            runner = self._finished(EncoderDecoderRunner(model, self._shape, blocks), pack_called)
+            runner = self.finished(EncoderDecoderRunner(model, self.shape, blocks), pack_called)
             runner.shorten()
             return runner, None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
         with suppress(*_FAILURES), near_limits(model, self.rotary, self._far):
             stepwise = bool(self._excess(partial(self._difference_of_decoder, partial(EncoderDecoderRowRunner, model))))
-        return self._finished(EncoderDecoderRowRunner(model, stepwise)), reason
+        return self.finished(EncoderDecoderRowRunner(model, stepwise)), reason
 
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
-        runner, start = make(), decoder_start(self._model)
+        runner, start = make(), decoder_start(self.model)
         # Of unequal lengths that are encoded together.
         prompts = [self._ids[: max(1, len(self._ids) - fewer)] for fewer in (1, _PROMPT)]
         output = self._ids[:_OUTPUT]
         expected = [
-            self._model(
+            self.model(
                 input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
             ).logits[0]
             for prompt in prompts
@@ -292,38 +298,38 @@ class Proof:
 
     @property
     def _tolerance(self) -> float:
-        return _TOLERANCES.get(self._shape.dtype, 3e-2)
+        return _TOLERANCES.get(self.shape.dtype, 3e-2)
 
     def _excess(self, difference: Callable[[], float]) -> float:
         """A difference beyond the tolerance, else 0; where rounding may be the cause, wider numbers decide."""
         tolerance = self._tolerance
         found = difference()
-        if found > tolerance and self._shape.dtype is not torch.float64:
-            wide = torch.float64 if self._shape.dtype is torch.float32 else torch.float32
+        if found > tolerance and self.shape.dtype is not torch.float64:
+            wide = torch.float64 if self.shape.dtype is torch.float32 else torch.float32
             with suppress(*_FAILURES), self._in(wide):
                 return found if difference() > tolerance / 10 else 0.0
         return found if found > tolerance else 0.0
 
     @contextmanager
     def _in(self, dtype: torch.dtype) -> Iterator[None]:
-        shape, self._shape = self._shape, replace(self._shape, dtype=dtype)
+        shape, self.shape = self.shape, replace(self.shape, dtype=dtype)
         try:
-            with widened(self._model, shape.dtype, dtype):
+            with widened(self.model, shape.dtype, dtype):
                 yield
         finally:
-            self._shape = shape
+            self.shape = shape
 
     def _find_reaches(self, context: int) -> None:
         self._hides_masks = True
-        with as_zeros(self._model):
-            find_reaches(self._model, context)
+        with as_zeros(self.model):
+            find_reaches(self.model, context)
         self._hides_masks = False
 
     def _find_layers_reaches(self, context: int) -> None:
         """Where recurrent states have no layers with attention beside them, nothing."""
-        if key_layers(self._model.config):
-            with as_zeros(self._model):
-                find_reaches(self._model, context)
+        if key_layers(self.model.config):
+            with as_zeros(self.model):
+                find_reaches(self.model, context)
 
     def _expected(self, steps: int) -> tuple[Tensor, list[Tensor]]:
         """The logits of each position of the whole prompt, and of the short one's last position as it grows."""
@@ -336,7 +342,7 @@ class Proof:
         # As in `generate`: earlier keys keep their factors, and an index selects for one id after the other.
         cache, done, grown = None, 0, []
         for length in lengths:
-            output = self._model(
+            output = self.model(
                 input_ids=self._tensor(self._ids[done:length]),
                 position_ids=self._tensor(list(range(done, length))),
                 past_key_values=cache,
@@ -347,11 +353,11 @@ class Proof:
         return whole, grown
 
     def _run(self, ids: list[int]) -> Tensor:
-        logits: Tensor = self._model(input_ids=self._tensor(ids), use_cache=False).logits[0]
+        logits: Tensor = self.model(input_ids=self._tensor(ids), use_cache=False).logits[0]
         return logits
 
     def _tensor(self, ids: list[int]) -> Tensor:
-        return torch.tensor([ids], device=self._model.device)
+        return torch.tensor([ids], device=self.model.device)
 
     def _difference(self, make: Callable[[], Any]) -> float:
         """The largest difference from the expected logits, relative to the largest of each position."""

@@ -25,6 +25,8 @@ _LIMITS = {
     "keep_window_size": 6,
     "expert_capacity": 4,
 }
+# Of an index that selects blocks: elsewhere other sizes have these names.
+_OF_BLOCKS = {"block_size": 4, "topk_blocks": 1}
 # Where positions are scaled dynamically; elsewhere the number of positions in a table.
 _GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}
 
@@ -106,8 +108,9 @@ def near_limits(model: Any, rotary: SequenceRotary | None, far: int) -> Iterator
     scalings += [own for one in scalings for own in one.values() if isinstance(own, dict)]
     holders += [*scalings, *(vars(module) for module in model.modules())]
     changed = []
-    for name, near in (_LIMITS | (_GROWING if grows else {})).items():
-        for holder in holders:
+    for holder in holders:
+        limits = _LIMITS | (_GROWING if grows else {}) | (_OF_BLOCKS if "topk_blocks" in holder else {})
+        for name, near in limits.items():
             value = holder.get(name)
             if isinstance(value, int) and near < value < far:
                 changed.append((holder, name, value))

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.gpu.operations import Scores
+from headrace_predictor.engine.runners.attention import attend_rows
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
@@ -84,24 +86,18 @@ class RaggedAttention:
     ) -> Tensor:
         """The same in plain torch, from copies of the blocks, a bounded number at a time."""
         outputs = []
-        tokens, heads, size = query.shape
         position = torch.arange(looks_at.table.shape[1] * BLOCK_TOKENS, device=query.device)[None]
-        for part in range(0, tokens, _COPIED_TOKENS):
+        for part in range(0, len(query), _COPIED_TOKENS):
             some = slice(part, part + _COPIED_TOKENS)
             keys, values = self._cache.read(layer, looks_at.table[looks_at.owners[some].long()])
             firsts, ends = looks_at.firsts[some, None], looks_at.ends[some, None]
-            grouped = query[some].reshape(len(keys), keys.shape[1], -1, size)
-            scores = torch.matmul(grouped, keys)
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
+            added = None
             if bias is not None:
                 furthest = bias.shape[1] - 1
-                distance = (ends - 1 - position).clamp(0, furthest)
-                scores += bias[:, furthest - distance].transpose(0, 1).reshape(*scores.shape[:3], -1)
-            hidden = (position < firsts) | (position >= ends)
-            weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
-            outputs.append(torch.matmul(weights, values).reshape(-1, heads * size))
+                added = bias[:, furthest - (ends - 1 - position).clamp(0, furthest)].transpose(0, 1)[:, :, None]
+            mask = ((position >= firsts) & (position < ends))[:, None, None]
+            scores = Scores(scale, softcap or 0.0)
+            outputs.append(attend_rows(query[some, :, None], keys, values, mask, scores, added)[:, :, 0].flatten(1))
         return torch.cat(outputs)
 
 

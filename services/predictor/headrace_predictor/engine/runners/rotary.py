@@ -31,6 +31,7 @@ class SequenceRotary:
 
     def __init__(self, model: Any, modules: Rows[Any]) -> None:
         self._modules = modules
+        self._device = model.device
         self._stages: Tensor | None = None  # Of each token of the row [T].
         limits, grows = self._limits()
         self._recomputes = not grows and model.can_generate() and _recomputes(model, limits[0])
@@ -56,7 +57,7 @@ class SequenceRotary:
         for row in rows:
             base = scaling.base(len(row.sequence.input_ids), len(row.sequence.ids))
             stages += [max(base, scaling.stage(end)) for end in range(row.start + 1, row.start + row.count + 1)]
-        self._stages = torch.tensor(stages, device=self._modules[0].inv_freq.device)
+        self._stages = torch.tensor(stages, device=self._device)
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ for each row. `CausalRunner` and `EncoderDecoderRowRunner` keep a cache for each
 """
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
 from typing import Any
@@ -16,20 +17,15 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row
 
 
-class _RowRunner:
+class _RowRunner(ModelRunner):
     """The common part: rows one after another."""
 
     description = "one row"
-    start_ids: tuple[int, ...] = ()
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling: Scaling | None = None
-    reads_whole_prompts = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -48,8 +44,9 @@ class _RowRunner:
     def probe(self) -> None:
         check_numbers(self._model(input_ids=self._tensor([0]), use_cache=False).logits)
 
+    @abstractmethod
     def _last_logits(self, row: Row) -> Tensor:
-        raise NotImplementedError
+        """Computes a row; returns its last logits."""
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self._model.device)

@@ -27,10 +27,10 @@ from headrace_predictor.engine.runners.unread import grouped_matrix
 from headrace_predictor.engine.state.cache import Array
 
 try:
-    from headrace_predictor.engine.cpu import decode, formats, pairs, panels
+    from headrace_predictor.engine.cpu import decode, formats, pairs
     from headrace_predictor.engine.cpu.attention import parts
     from headrace_predictor.engine.cpu.compiled import CODE
-    from headrace_predictor.engine.cpu.grouped import Grouped, pack_grouped, padded_bytes
+    from headrace_predictor.engine.cpu.grouped import BLOCK, HALF, PANEL, PackedMatrix, pack_grouped, padded_bytes
     from headrace_predictor.engine.cpu.team import Team
 
     _IS_COMPILED = True
@@ -63,9 +63,9 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
     is_stored = is_stored and len({hasattr(module, "stored") for module in outer}) == 1
     if reason is None and (wanted == "q8_0" or (wanted == "auto" and is_stored)):
         attention = model.model.layers[0].self_attn
-        if not any(one.out_features % panels.PANEL for one in (attention.q_proj, attention.k_proj)):
+        if not any(one.out_features % PANEL for one in (attention.q_proj, attention.k_proj)):
             return GROUPED
-        reason = f"its heads' sizes are not multiples of {panels.PANEL} together"
+        reason = f"its heads' sizes are not multiples of {PANEL} together"
     if wanted != "auto":
         if reason is not None and wanted in INTEGERS and _reason_against_kernels(model) is None:
             return None
@@ -106,12 +106,12 @@ def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> Pa
     for module in model.modules() if format_ == GROUPED else ():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             matrix = grouped_matrix(module)
-            size += padded_bytes(matrix.kind, matrix.outputs + panels.PANEL, matrix.inputs)
+            size += padded_bytes(matrix.kind, matrix.outputs + PANEL, matrix.inputs)
     for name, weight in () if format_ == GROUPED else model.named_parameters():
         if weight.dim() == 2:
             one = format_ if ".layers." in name else _FORMAT_OF_HEADS.get(format_, format_)
-            count = len(weight) // panels.PANEL + 2  # Each of several matrices in one may have a part of a panel.
-            size += count * (formats.panel_bytes(one, weight.shape[1]) + 4 * panels.PANEL)
+            count = len(weight) // PANEL + 2  # Each of several matrices in one may have a part of a panel.
+            size += count * (formats.panel_bytes(one, weight.shape[1]) + 4 * PANEL)
     return open_file(model, format_, kept_at, most, size)
 
 
@@ -186,23 +186,14 @@ class StreamedDecoder:
             self._reaches.append(attention.reach)
         numbers[decode.REACH] = self._reaches.index(attention.reach)
 
-    def _set_product(self, numbers: Array, at: int, *linears: Any, **packing: Any) -> formats.Packed | Grouped:
+    def _set_product(self, numbers: Array, at: int, *linears: Any, **packing: Any) -> PackedMatrix:
         packed = self._pack(*linears, **packing)
         biases = [linear.bias for linear in linears]
-        numbers[at : at + 8] = [
-            (packed.table if isinstance(packed, Grouped) else packed.weights).ctypes.data,
-            packed.scales.ctypes.data if len(packed.scales) else 0,
-            0 if biases[0] is None else self._address(torch.cat(biases)),
-            packed.panels,
-            packed.blocks,
-            packed.weights.nbytes // packed.panels,
-            packed.outputs,
-            packed.inputs,
-        ]
+        numbers[at : at + 8] = packed.numbers(None if biases[0] is None else self._keep(torch.cat(biases)))
         return packed
 
-    def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> formats.Packed | Grouped:
-        packed: formats.Packed | Grouped
+    def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> PackedMatrix:
+        packed: PackedMatrix
         if self.format == GROUPED:
             packed = pack_grouped([grouped_matrix(module) for module in modules], self._file, interleave)
         else:
@@ -212,12 +203,16 @@ class StreamedDecoder:
             if isinstance(module, nn.Linear):
                 _free(module)
         self._kept.append(packed)
-        self.weights_bytes += packed.weights.nbytes + packed.scales.nbytes
+        self.weights_bytes += packed.nbytes
         return packed
 
-    def _address(self, tensor: Tensor) -> int:
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """A copy in float32, to which an address may point."""
         self._kept.append(own := tensor.detach().to(torch.float32, copy=True).contiguous())
-        return own.data_ptr()
+        return own
+
+    def _address(self, tensor: Tensor) -> int:
+        return self._keep(tensor).data_ptr()
 
     @property
     def mapped_bytes(self) -> int:
@@ -271,9 +266,9 @@ class StreamedDecoder:
         add(step.attended, step.hidden, 0, "self_attn.o_proj")
         x = normed(decode.SECOND_NORM)
         count = int(numbers[decode.GATE_UP + decode.PANELS])
-        both = torch.empty(len(x), count * panels.PANEL)
+        both = torch.empty(len(x), count * PANEL)
         self._linear(step, numbers, decode.GATE_UP, x, both, both.shape[1])
-        gate, up = both.view(len(x), count // 2, 2, panels.PANEL).unbind(2)
+        gate, up = both.view(len(x), count // 2, 2, PANEL).unbind(2)
         gate, up = (part.reshape(len(x), -1)[:, : self._inner].contiguous() for part in (gate, up))
         add(x, gate, 0, "mlp.gate_proj")
         add(x, up, 0, "mlp.up_proj")
@@ -297,7 +292,7 @@ class _Step:
 
     def __init__(self, decoder: StreamedDecoder, hidden: Tensor, angles: tuple[Tensor, Tensor], plan: StepPlan) -> None:
         tokens, (heads, key_heads, size) = len(hidden), (decoder._heads, decoder._key_heads, decoder._head_size)
-        blocks = -(-max(decoder._size, decoder._inner, heads * size) // panels.BLOCK)
+        blocks = -(-max(decoder._size, decoder._inner, heads * size) // BLOCK)
         self.hidden = hidden
         self.packed = torch.empty(tokens, (heads + 2 * key_heads) * size)
         self.attended = torch.empty(tokens, heads * size)
@@ -315,9 +310,9 @@ class _Step:
                 decode.PACKED: self.packed,
                 decode.ATTENDED: self.attended,
                 decode.INNER: self.inner,
-                decode.INPUTS: torch.empty(tokens, 2 * blocks * panels.BLOCK + decode.ROW_GAP, dtype=torch.uint8),
+                decode.INPUTS: torch.empty(tokens, 2 * blocks * BLOCK + decode.ROW_GAP, dtype=torch.uint8),
                 decode.SCALES: torch.empty(tokens, blocks),
-                decode.SUMS: torch.empty(tokens, blocks * panels.BLOCK // panels.HALF, dtype=torch.int32),
+                decode.SUMS: torch.empty(tokens, blocks * BLOCK // HALF, dtype=torch.int32),
                 decode.COSINES: angles[0],
                 decode.SINES: angles[1],
                 decode.TABLE: plan.table,
