@@ -10,7 +10,7 @@ twice as long for 256 rows.
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
