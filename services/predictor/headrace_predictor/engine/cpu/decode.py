@@ -59,11 +59,12 @@ EPSILON, SCORE_SCALE = 0, 1  # Numbers of the model, float32.
 MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of the model, int64.
 
 _FEW_TOKENS, _ROWS_OF_CHUNK = 16, 32  # More tokens are prepared by so many in a chunk.
-TOKENS_OF_CHUNK = 64  # Of a product.
+_TOKENS_OF_CHUNK, _MOST_TOKENS = 64, 256  # Of a product: the second where threads have panels of their own.
 ROW_GAP = 64  # Bytes between rows of bfloat16: at a multiple of 4096 they would share a few lines of the cache.
 _BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_OF_THREAD = 2
+_PANELS_OF_THREAD = 8
 _PAUSES = 256
 
 _F, _I, _L, _B = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -152,12 +153,12 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
     tokens = parameters[SAMPLED] if phase in (_LAST_NORM, _HEAD) else parameters[TOKENS]
     product = _product(phase, parameters, layer)
-    divisions = together = 1
+    divisions = together = most = 1
     if phase == _ATTEND:
         chunks = parameters[PARTS]
     elif _is_product(phase):
-        together = panels_of_chunk(product, tokens, threads, phase == _OPEN_GATE)
-        divisions = (tokens + TOKENS_OF_CHUNK - 1) // TOKENS_OF_CHUNK
+        together, most = sizes_of_chunk(product, tokens, threads, phase == _OPEN_GATE)
+        divisions = (tokens + most - 1) // most
         chunks = (product[PANELS] + together - 1) // together * divisions
     else:
         together = 1 if tokens <= _FEW_TOKENS else _ROWS_OF_CHUNK
@@ -169,8 +170,8 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
         if phase == _ATTEND:
             _attend(chunk, parameters, layer, model)
         elif _is_product(phase):
-            panel, token = chunk // divisions * together, chunk % divisions * TOKENS_OF_CHUNK
-            panels, tokens_end = min(panel + together, product[PANELS]), min(token + TOKENS_OF_CHUNK, tokens)
+            panel, token = chunk // divisions * together, chunk % divisions * most
+            panels, tokens_end = min(panel + together, product[PANELS]), min(token + most, tokens)
             multiply_panels(phase, product, panel, panels, token, tokens_end, parameters, model[3])
         else:
             for token in range(chunk * together, min((chunk + 1) * together, tokens)):
@@ -204,11 +205,15 @@ def _product(phase: Any, parameters: Any, layer: Any) -> Any:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
-    """Enough to be worth the claim, and few enough that every thread has some."""
-    most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= TOKENS_OF_CHUNK else 1
+def sizes_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
+    """Panels and tokens: enough to be worth the claim, and few enough that every thread has some.
+
+    A panel that all tokens read in one chunk comes from memory once, and for one thread.
+    """
+    most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= _TOKENS_OF_CHUNK else 1
     together = max(1, min(most, product[PANELS] // (_CHUNKS_OF_THREAD * threads)))
-    return together + together % 2 if in_pairs else together
+    has_many = product[PANELS] >= _PANELS_OF_THREAD * threads
+    return together + together % 2 if in_pairs else together, _MOST_TOKENS if has_many else _TOKENS_OF_CHUNK
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

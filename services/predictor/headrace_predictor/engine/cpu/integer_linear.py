@@ -125,11 +125,11 @@ def _compute(marker: Any, rows: Any, product: Any, parameters: Any, threads: Any
     tokens = len(rows)
     for token in prange(tokens):
         decode.convert_inputs(token, rows[token], product, parameters, marker)
-    together = decode.panels_of_chunk(product, tokens, threads, False)
-    divisions = (tokens + decode.TOKENS_OF_CHUNK - 1) // decode.TOKENS_OF_CHUNK
+    together, most = decode.sizes_of_chunk(product, tokens, threads, False)
+    divisions = (tokens + most - 1) // most
     for chunk in prange((product[decode.PANELS] + together - 1) // together * divisions):
-        panel, token = chunk // divisions * together, chunk % divisions * decode.TOKENS_OF_CHUNK
-        panels, end = min(panel + together, product[decode.PANELS]), min(token + decode.TOKENS_OF_CHUNK, tokens)
+        panel, token = chunk // divisions * together, chunk % divisions * most
+        panels, end = min(panel + together, product[decode.PANELS]), min(token + most, tokens)
         decode.multiply_panels(decode.MULTIPLY, product, panel, panels, token, end, parameters, marker)
 
 
