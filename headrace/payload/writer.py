@@ -3,7 +3,7 @@
 Usually that is the event loop's: to encode a part and to copy it to the outbox's mapping costs a few microseconds, a
 fifth of waking a thread. It is the writer's own thread for parts above 256 KiB, with rules that look into contents
 (redaction, contents or digests of tensors), and with `fsync`. That thread also prepares the outbox's segments. Begins
-wait 50 ms for their ends and for answers, chunks for more of them.
+wait 25 ms for their ends and for answers, chunks for more of them: a busy event loop still writes them within 50 ms.
 
 The thread that writes has the state of open records. When the first parts of one are in an old segment, they are copied
 to the newest, so that a long stream keeps no segment on disk.
@@ -29,7 +29,7 @@ from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
-_GATHER_S = 0.05
+_GATHER_S = 0.025
 _LARGE_BYTES = 256 << 10  # To encode and copy more takes the event loop too long.
 _SLICE = 64  # Recordings whose chunks are written at once.
 _IDLE_S, _RETRY_S = 1.0, 0.25
@@ -104,7 +104,7 @@ class PayloadWriter:
             self._write()
 
     def later(self, write: Callable[[], None]) -> None:
-        """Calls `write` within 50 ms, once."""
+        """Calls `write` after 25 ms, once."""
         self._later[write] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self.write_gathered)

@@ -103,7 +103,11 @@ class FaultInjector:
 
     def excuses(self) -> list[Span]:
         """When the gateway or the transformer may have been away."""
-        return [injected.span for injected in self.injected if injected.fault.target in ("envoy", "transformer")]
+        return self.away("envoy", "transformer")
+
+    def away(self, *services: str) -> list[Span]:
+        """When the services may have been away; those of predictors together."""
+        return [injected.span for injected in self.injected if injected.fault.target.partition("-")[0] in services]
 
     def of(self, kind: str, target: str) -> list[Span]:
         return [

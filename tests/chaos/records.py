@@ -1,9 +1,9 @@
 """Compares the payload log with what callers received.
 
 Every request that its caller saw begin has one record, which contains what the caller received. A retry of the
-same request, which the gateway makes if the transformer disappears, has a record of its own. The excuses are
-the oracle's, and two more: requests during a full disk may have no record, and of an answer that a killed
-transformer was streaming the last chunks may be missing.
+same request, which the gateway makes if the transformer disappears, or for a direct call its predictor, has a
+record of its own. The excuses are the oracle's, and two more: requests during a full disk may have no record, and of
+an answer that a killed transformer was streaming the last chunks may be missing.
 """
 
 import sqlite3
@@ -15,7 +15,7 @@ from pathlib import Path
 from headrace_protos.headrace_pb2 import PayloadRecord
 from tests.chaos.load import OK, Call
 from tests.chaos.oracle import EXCUSED, Oracle, Span
-from tests.chaos.requests import TEXT_WAYS
+from tests.chaos.requests import DIRECT_WAYS, TEXT_WAYS
 
 LOSABLE_MS = 50.0  # Chunks of this time before the transformer's kill may be lost.
 Records = Mapping[str, Sequence[PayloadRecord]]
@@ -52,11 +52,16 @@ def compare(
     calls: Iterable[Call],
     records: Records,
     oracle: Oracle,
-    excuses: Sequence[Span],
-    kills: Sequence[Span],
-    full_disk: Sequence[Span],
+    *,
+    excuses: Sequence[Span] = (),
+    kills: Sequence[Span] = (),
+    predictors: Sequence[Span] = (),
+    full_disk: Sequence[Span] = (),
 ) -> Findings:
-    """`excuses`: when the gateway or the transformer was away; `kills`: those of them after its kill."""
+    """`excuses`: when the gateway or the transformer was away; `kills`: those of them after the transformer's kill.
+
+    `predictors`: when one of the predictors was away.
+    """
     findings = Findings()
     for call in calls:
         name = call.request.name
@@ -75,7 +80,8 @@ def compare(
                     findings.lost.append(f"{call.request}: {call.status} after {len(call.pieces)} pieces, no record")
             continue
         statuses = [record.status for record in own]
-        if len(own) > 1 and (not excused or statuses.count("OK") > 1):
+        repeated = excused or (call.request.way in DIRECT_WAYS and any(span.meets(call) for span in predictors))
+        if len(own) > 1 and (not repeated or statuses.count("OK") > 1):
             findings.doubled.append(f"{call.request}: {statuses}")
         if call.request.way not in TEXT_WAYS or (any(record.incomplete for record in own) and disk_was_full):
             continue

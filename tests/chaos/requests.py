@@ -29,6 +29,7 @@ SENTENCES = ("the fox", "the mill the river", "boat", "kite fox", "the river the
 
 # Ways into the stack, with their weights.
 TEXT_WAYS = ("Generate", "completions", "chat completions", "ModelStreamInfer")
+DIRECT_WAYS = ("ModelInfer",)  # The gateway gives these to a predictor, and after its failure to a transformer.
 _WAYS = {
     "Generate": 5,
     "completions": 3,

@@ -213,7 +213,13 @@ async def _check_records(
     with suppress(AssertionError):  # `compare` lists the missing ones.
         await until(lambda: expected <= stored(database).keys(), _RECORDING_S)
     outcome.records = compare(
-        calls, stored(database), oracle, injector.excuses(), injector.of("kill", "transformer"), full_disk
+        calls,
+        stored(database),
+        oracle,
+        excuses=injector.excuses(),
+        kills=injector.of("kill", "transformer"),
+        predictors=injector.away("predictor"),
+        full_disk=full_disk,
     )
     for name in ("lost", "doubled", "wrong"):
         outcome.failures += [f"record {name}: {text}" for text in getattr(outcome.records, name)]

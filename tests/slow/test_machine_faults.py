@@ -84,7 +84,10 @@ async def test_streams_go_on_and_all_returns_by_itself(tmp_path, place, what):
             assert not any(task.done() for task in stack._supervisions)
             names = {call.request.name for call in later.calls}
             await until(lambda: names <= complete(database), BACK_S)
-            findings = compare(crowd.calls, stored(database), oracle, excuses, excuses, [Span(full, back + WHOLE_S)])
+            full_disk = [Span(full, back + WHOLE_S)]
+            findings = compare(
+                crowd.calls, stored(database), oracle, excuses=excuses, kills=excuses, full_disk=full_disk
+            )
             assert not findings.lost
             assert not findings.wrong
             assert place != "database" or not findings.lost_on_full_disk  # The spools have them.

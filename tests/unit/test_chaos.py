@@ -81,13 +81,27 @@ COMPARED = {
 @pytest.mark.parametrize("case", COMPARED)
 def test_records_are_compared_with_what_callers_received(case):
     one, records, expected = COMPARED[case]
-    found = compare([one], {"name": records}, ORACLE, [], [], [])
+    found = compare([one], {"name": records}, ORACLE)
     assert (len(found.lost), len(found.doubled), len(found.wrong)) == expected
 
 
 def test_requests_during_a_full_disk_may_have_no_record():
-    found = compare([call()], {}, ORACLE, [], [], [AWAY])
+    found = compare([call()], {}, ORACLE, full_disk=[AWAY])
     assert (found.lost, found.lost_on_full_disk) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "statuses", "doubled"),
+    [
+        ("ModelInfer", ("UNAVAILABLE", "OK"), 0),  # The gateway has sent the call again.
+        ("ModelInfer", ("OK", "OK"), 1),
+        ("Generate", ("UNAVAILABLE", "OK"), 1),  # A transformer was there all the time.
+    ],
+)
+def test_a_direct_call_may_have_a_record_of_the_attempt_that_its_predictor_lost(way, statuses, doubled):
+    records = [record("", status) for status in statuses]
+    found = compare([call(way=way)], {"name": records}, ORACLE, predictors=[AWAY])
+    assert len(found.doubled) == doubled
 
 
 def test_the_same_seed_gives_the_same_requests_and_faults():
