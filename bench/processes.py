@@ -9,7 +9,7 @@ process used in threads that have ended.
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -81,6 +81,17 @@ def usage(processes: Mapping[int, str]) -> Usage:
                     seconds -= own
             used.threads[Thread(role, _ENDED)] += seconds
     return used
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """This thread's cores, and those of the processes and threads that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _difference(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:

@@ -7,12 +7,18 @@ and `fronted` the stack before that server, everything on. All servers run all t
 once with each number of callers, in random order, so other load on the machine affects all. Figures are medians over
 the rounds, ratios those of pairs (bench/statistics.py).
 
+With `--apart` vLLM has the first half of the cores, as an engine that has a machine of its own, and the stack and the
+callers have the others. On shared cores vLLM's scheduler and its worker wait for each other without sleeping
+(`SpinCondition` in vLLM's shm_broadcast.py): on two cores whatever else runs, its own HTTP server too, has to wait for
+slices of theirs.
+
 The first run installs vLLM into its own environment: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
 bench/results/serving.json; 8 minutes.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -28,7 +34,7 @@ import uvloop
 from bench.cases import HEADRACE, VLLM
 from bench.completions import Callers
 from bench.contenders import CONTENDERS, ROOT
-from bench.processes import roles, usage
+from bench.processes import on_cores, roles, usage
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import estimate, paired_ratios, quantile
 from bench.vllm_server import vllm_server
@@ -63,6 +69,7 @@ def main() -> None:
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
     own = (HEADRACE, *_PEERS)
     options.add_argument("--servers", nargs="+", choices=(*own, _FRONTED), default=own)
+    options.add_argument("--apart", action="store_true", help="vLLM has half of the cores, everything else the others")
     options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
@@ -74,6 +81,7 @@ def main() -> None:
     report = {
         "machine": machine(),
         "model": f"{_MODEL}, {arguments.dtype}",
+        "apart": arguments.apart,
         "new_tokens": _NEW_TOKENS,
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
@@ -85,10 +93,13 @@ def main() -> None:
 
 async def _measure(arguments: argparse.Namespace) -> Rounds:
     measured: Rounds = defaultdict(lambda: defaultdict(list))
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2 if arguments.apart else 0
     async with AsyncExitStack() as opened:
+        opened.enter_context(on_cores(set(cores[half:])))
         servers: dict[str, Server] = {}
         for name in sorted(arguments.servers, key=(_FRONTED).__eq__):  # After the server that it fronts.
-            servers[name] = await _start(opened, name, arguments.dtype, servers.get(VLLM))
+            servers[name] = await _start(opened, name, arguments.dtype, servers.get(VLLM), cores[:half])
         cases = [(name, callers) for name in servers for callers in arguments.callers]
         for number in range(-1, arguments.rounds):
             for name, callers in random.sample(cases, len(cases)):
@@ -103,11 +114,15 @@ async def _measure(arguments: argparse.Namespace) -> Rounds:
     return measured
 
 
-async def _start(opened: AsyncExitStack, name: str, dtype: str, engine: Server | None) -> Server:
+async def _start(opened: AsyncExitStack, name: str, dtype: str, engine: Server | None, cores: Sequence[int]) -> Server:
+    """`engine` is the server that is fronted; `cores` are vLLM's own, if it has some."""
     folder = _STATE / "models" / _MODEL
     if name in _PEERS:
         log = _STATE / "logs" / f"serving-{name}.log"
-        server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name], dtype=_DTYPES[dtype]))
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
+        starting = vllm_server(folder, _MODEL, log, *_PEERS[name], dtype=_DTYPES[dtype], environment=environment)
+        with on_cores(set(cores) or os.sched_getaffinity(0)):
+            server = await opened.enter_async_context(starting)
         return Server(server.address, {name: server.pid})
     models, roots = f"{_MODEL}={folder}", {}
     if name == _FRONTED:

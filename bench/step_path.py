@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ import uvloop
 from bench import forward_times
 from bench.cases import PROMPT_IDS
 from bench.contenders import ROOT
-from bench.processes import NAMED_THREADS, Usage, roles, usage
+from bench.processes import NAMED_THREADS, Usage, on_cores, roles, usage
 from bench.runs import machine, parser, write
 from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
 from headrace.endpoints import host_and_port, steps_port
@@ -154,7 +154,7 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     samples: dict[int, list[dict[str, Any]]] = defaultdict(list)
     async with _predictor(arguments) as server:
-        with _on_cores(os.sched_getaffinity(0) - {arguments.core} or {arguments.core}):
+        with on_cores(os.sched_getaffinity(0) - {arguments.core} or {arguments.core}):
             for _ in range(arguments.rounds):
                 for callers in random.sample(arguments.callers, len(arguments.callers)):
                     samples[callers].append(await _sample(server, callers, arguments))
@@ -184,7 +184,7 @@ async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[Server]:
         command = (sys.executable, "-m", "bench.timed_predictor")
         log = ROOT / ".run" / "bench" / "step_path.log"
         environment |= predictor_tuning(StackSettings()) | NAMED_THREADS
-        with _on_cores({arguments.core}):
+        with on_cores({arguments.core}):
             process = await opened.enter_async_context(server_process("the predictor", command, log, environment))
         await until(lambda: accepts(steps_port(port)), process, _START_S)
         yield Server(process.pid, f"{LOOPBACK}:{port}", folder / "forward-times")
@@ -230,17 +230,6 @@ def _figures(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_a_message": round(median(sample["tokens_a_message"] for sample in samples), 1),
         "us_a_token": {name: us for name, us in costs.items() if us >= _LEAST_US},
     }
-
-
-@contextmanager
-def _on_cores(cores: set[int]) -> Iterator[None]:
-    """This thread's cores, and those of the processes and threads that it starts."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 if __name__ == "__main__":
