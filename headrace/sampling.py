@@ -29,6 +29,15 @@ MAX_BAD_SEQUENCES = 128
 MAX_BAD_TOKENS = 4096  # Of all sequences together.
 SLOWEST_PACE = 5
 LENGTHS = ("max_new_tokens", "max_length")
+# The names that configurations have for the context's length: transformers' own, those of MPT, of BLOOM, of old files.
+CONTEXT_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
 # The parameters that change the logits of single tokens.
 RESTRICTIONS = ("logit_bias", "allowed_token_ids", "bad_token_ids")
 

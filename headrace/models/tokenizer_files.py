@@ -2,9 +2,10 @@
 
 `tokenizer.json` is used as it is. transformers would build normalizer, pre-tokenizer and post-processor anew for many
 of the classes that a configuration can name, and then gives other ids. What the file lacks comes from the files beside
-it, as transformers reads them: added and special tokens from `tokenizer_config.json`, or else from
-`special_tokens_map.json` and `added_tokens.json`; chat templates from `chat_template.jinja`, the folder
-`additional_chat_templates` or `tokenizer_config.json`. A folder without `tokenizer.json` is converted by transformers.
+it, as transformers reads them: added and special tokens from `tokenizer_config.json`, whose `added_tokens_decoder` also
+changes the flags of tokens in the file, or else from `special_tokens_map.json` and `added_tokens.json`; chat templates
+from `chat_template.jinja`, the folder `additional_chat_templates` or `tokenizer_config.json`. A folder without
+`tokenizer.json` is converted by transformers.
 
 Flags such as `add_bos_token` do not count where the file has a post-processor: transformers ignores them too. Limits of
 length and padding in the file are switched off.
@@ -32,6 +33,8 @@ NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "p
 # Of each kind of tokenizer, the file that transformers converts; without one it makes up a vocabulary.
 VOCABULARIES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "*.model", "*.spm", "tekken.json")
 
+# Lists of special tokens, or such tokens by name.
+_LISTS = ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens")
 _DEFAULT_TEMPLATE = "default"
 _CONVERSION_S = 300.0
 _MAX_REASON = 500
@@ -74,7 +77,8 @@ def read_tokenizer(folder: Path) -> ModelTokenizer:
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     try:
         declared = _declared(folder, config)
-        _add(backend, declared)
+        _add(backend, _of_ids(config), replaces=True)
+        _add(backend, (token for _, token in declared))
         named |= {name: token.content for name, token in declared if name}
         return ModelTokenizer(backend, named, _templates(folder, config), config)
     except (TypeError, AttributeError, KeyError) as error:
@@ -110,26 +114,35 @@ def tokenizer_errors(what: object, raised: type[Exception] = ValueError) -> Iter
 
 def _read(path: Path, contents: bytes) -> Tokenizer:
     with tokenizer_errors(path):
-        return Tokenizer.from_buffer(contents)
+        backend = Tokenizer.from_buffer(contents)
+    if backend.decoder is not None:
+        with tokenizer_errors(f"{path}: the decoder, which fails on a text without characters,"):
+            backend.decoder.decode([""])  # With `Strip` at the end of a text the library panics.
+    return backend
+
+
+def _of_ids(config: Mapping[str, Any]) -> list[AddedToken]:
+    """The tokens of `added_tokens_decoder`, whose flags have priority over those in tokenizer.json."""
+    by_id = {int(index): token for index, token in (config.get("added_tokens_decoder") or {}).items()}
+    return [_token(by_id[index], is_special=False) for index in sorted(by_id)]
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:
-    """The tokens in the files beside tokenizer.json, each with its name or ""; those of an id first, in its order."""
-    tokens: list[tuple[str, AddedToken]] = []
-    special = dict(config)
-    if "added_tokens_decoder" in config:
-        by_id = {int(index): token for index, token in config["added_tokens_decoder"].items()}
-        tokens += (("", _token(by_id[index], is_special=False)) for index in sorted(by_id))
-    else:
-        special |= read_config(folder, "special_tokens_map.json")
-    extra = special.get("extra_special_tokens") or special.get("additional_special_tokens") or []
-    named = special | (special.get("model_specific_special_tokens") or {})
-    if isinstance(extra, dict):
-        named, extra = named | extra, []
-    names = [name for name, token in named.items() if name.endswith("_token") and isinstance(token, (str, dict))]
-    tokens += ((name, _token(named[name], is_special=True)) for name in names)
+    """The other tokens in the files beside tokenizer.json, each with its name or "", in the order of new ids."""
+    is_old = "added_tokens_decoder" not in config
+    mapped = read_config(folder, "special_tokens_map.json") if is_old else {}
+    named: dict[str, Any] = {**config, **mapped}
+    extra: list[Any] = []
+    for stated in (part.get(name) for part in (config, mapped) for name in _LISTS):
+        if isinstance(stated, dict):
+            named |= stated
+        else:
+            extra += stated or []
+    names = [*NAMED_TOKENS, *(name for name in named if name not in NAMED_TOKENS and name.endswith("_token"))]
+    names = [name for name in names if isinstance(named.get(name), (str, dict))]
+    tokens = [(name, _token(named[name], is_special=True)) for name in names]
     tokens += (("", _token(token, is_special=True)) for token in extra)
-    if "added_tokens_decoder" not in config:
+    if is_old:
         added = read_config(folder, "added_tokens.json")
         known = {token.content for _, token in tokens}
         tokens[:0] = (("", AddedToken(text, special=text in known)) for text in sorted(added, key=added.__getitem__))
@@ -143,17 +156,21 @@ def _token(value: str | Mapping[str, Any], is_special: bool) -> AddedToken:
     return AddedToken(value["content"], special=is_special or bool(value.get("special")), **flags)
 
 
-def _add(backend: Tokenizer, declared: Iterable[tuple[str, AddedToken]]) -> None:
-    """Adds the tokens that the file does not have as added ones; makes special those that are declared so."""
+def _add(backend: Tokenizer, tokens: Iterable[AddedToken], replaces: bool = False) -> None:
+    """Adds what the tokenizer does not have as added tokens, and makes special what is declared so.
+
+    With `replaces` the other flags of present tokens change too.
+    """
     present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for _, token in declared:
+    for token in tokens:
         own = present.get(token.content)
-        if own is None:
-            present[token.content] = token
+        before = own and own.__getstate__()
+        if own is not None:
+            token.special = own.special = own.special or token.special
+            token = token if replaces else own
+        present[token.content] = token
+        if token.__getstate__() != before:
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        elif token.special and not own.special:
-            own.special = True
-            backend.add_special_tokens([own])
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

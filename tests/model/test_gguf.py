@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import StartupError
 from headrace.models.gguf.folder import gguf_folder
+from headrace.models.gguf.reader import read_gguf
+from headrace.models.gguf.vocabulary import Vocabulary
 from headrace_predictor.engine.cpu.grouped import KINDS
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.models.gguf_weights import KINDS_OF, unpack
@@ -266,6 +269,19 @@ def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):
     write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(ValueError, match="rotates 32 of 64 numbers"):
         gguf_folder(tmp_path / "model.gguf")
+
+
+def test_pieces_without_named_tokens_begin_and_end_as_sentencepiece_has_them(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", "\u2581", "a"])
+    writer.add_token_types([2, 3, 3, 1, 1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    vocabulary = Vocabulary(read_gguf(tmp_path / "model.gguf"))
+    assert Tokenizer.from_str(vocabulary.tokenizer()).encode("a").ids == [1, 3, 4]
+    assert vocabulary.end_ids == [2]
 
 
 def test_a_token_of_megabytes_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+import transformers
 
 from headrace.errors import StartupError, StartupFault
 from headrace_predictor.engine.runners import memory
@@ -130,3 +131,18 @@ def test_an_encoder_decoder_model_needs_room_for_prompt_and_output():
 def test_a_scaling_of_positions_extends_the_context_unless_it_is_stated_scaled(scaling, context):
     config = types.SimpleNamespace(max_position_embeddings=64, rope_parameters=scaling)
     assert stated_context(config) == context
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPT2Config(n_positions=48, n_ctx=48),
+        transformers.MptConfig(max_seq_len=48),
+        transformers.BloomConfig(seq_length=48),
+        transformers.DbrxConfig(max_seq_len=48),
+        transformers.T5Config(n_positions=48),
+    ],
+)
+def test_the_context_is_stated_under_each_familys_own_name(config):
+    assert stated_context(config) == 48
+    assert stated_context(transformers.MambaConfig()) is None

@@ -119,6 +119,18 @@ def test_an_answer_continues_behind_the_space_that_the_template_leaves(pool, tri
     assert chat_prompt(model, [("assistant", "It is ")], 99, {"continue_final_message": True}) == f"assistant:{end}"
 
 
+def test_an_answer_that_the_template_writes_twice_cannot_be_continued(pool):
+    model = moody_like(TextTokenizer("twice", MODELS / "storyteller", pool), "{{ messages[0].content * 2 }}")
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        chat_prompt(model, [("assistant", "It is")], 99, {"continue_final_message": True})
+
+
+def test_tojson_takes_transformers_arguments(pool):
+    template = "{{ {'b': 'é', 'a': 1} | tojson(true, 1, none, true) }}"
+    model = moody_like(TextTokenizer("json", MODELS / "storyteller", pool), template)
+    assert chat_prompt(model, HELLO, 99) == '{\n "a": 1,\n "b": "\\u00e9"\n}'
+
+
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
         chat_prompt(storyteller, [("robot", "beep")], 1024)

@@ -100,6 +100,38 @@ def test_a_token_of_the_file_keeps_its_flags_and_becomes_special_if_it_is_declar
     assert read.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
 
 
+def test_flags_in_added_tokens_decoder_replace_those_of_the_file(folder):
+    tokenizer = digits_by_three()
+    tokenizer.add_tokens([AddedToken("<end>", rstrip=True), AddedToken("<think>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    stated = {"content": "<end>", "lstrip": True, "rstrip": False, "normalized": False, "special": True}
+    thinking = {"content": "<think>", "special": False}
+    configure(folder, added_tokens_decoder={str(size - 2): stated, str(size - 1): thinking})
+    read = read_tokenizer(folder)
+    ids = read.backend.encode("a  <end> a", add_special_tokens=False).ids
+    assert ids == [read.backend.token_to_id(token) for token in ("a", "<end>", "Ġ", "a")]
+    assert {"<end>", "<think>"} <= special_ids(read)
+    assert read.backend.get_vocab_size() == size
+
+
+def test_new_special_tokens_get_ids_in_transformers_order(folder):
+    size = read_tokenizer(folder).backend.get_vocab_size()
+    configure(folder, image_token="<i>", pad_token="<p>", additional_special_tokens=["<x>"])
+    configure(folder, "special_tokens_map.json", eos_token="<e>", additional_special_tokens=["<x>", "<y>"])
+    backend = read_tokenizer(folder).backend
+    new = ["<e>", "<p>", "<i>", "<x>", "<y>"]
+    assert [backend.token_to_id(token) for token in new] == list(range(size, size + 5))
+
+
+def test_a_decoder_that_panics_is_refused(folder):
+    tokenizer = digits_by_three()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Strip(" ", 1, 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the decoder, which fails on .*cannot be read: PanicEx"):
+        read_tokenizer(folder)
+
+
 def test_added_tokens_of_old_folders_keep_their_order(folder):
     size = read_tokenizer(folder).backend.get_vocab_size()
     configure(folder, "added_tokens.json", **{"<b>": size + 1, "<a>": size})

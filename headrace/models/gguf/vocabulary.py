@@ -92,6 +92,7 @@ _NAMED = {
     "cls": "cls",
     "mask": "mask",
 }
+_PIECES = {"bos": 1, "eos": 2, "unk": 0}  # SentencePiece's own, where the file names none, as in llama.cpp.
 # Texts of control tokens that end an answer or a turn, as llama.cpp has them.
 _ENDS = frozenset(
     (
@@ -136,7 +137,8 @@ class Vocabulary:
     @property
     def named_ids(self) -> dict[str, int]:
         """The ids of special tokens by names such as `bos`."""
-        stated = {name: self._get(f"{key}_token_id", int) for name, key in _NAMED.items()}
+        own = _PIECES if self._kind == "llama" else {}
+        stated = {name: self._get(f"{key}_token_id", int, own.get(name)) for name, key in _NAMED.items()}
         return {name: index for name, index in stated.items() if index is not None and 0 <= index < self.size}
 
     @property

@@ -89,6 +89,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _check_positions(name, config.get_text_config(decoder=True))
     if has_gguf(folder) or quantisation_of(config):
         model, info = _from_quantised(folder, auto._model_mapping[type(config)], config, own)
         if device.type != "cpu":
@@ -200,6 +201,15 @@ def _some(names: Sequence[str]) -> str:
 def dtype_name(model: Any) -> str:
     """The model's own dtype in torch's notation, such as float32."""
     return str(model.dtype).removeprefix("torch.")
+
+
+def _check_positions(name: str, config: Any) -> None:
+    """Checks the numbers by which positions are rotated: transformers reads them unchecked."""
+    own = getattr(config, "rope_parameters", None) or {}
+    for part in (own, *(part for part in own.values() if isinstance(part, dict))):
+        for key, value in part.items():
+            if isinstance(value, str) and not key.endswith("type"):
+                raise StartupError(f"model {name}: {key} in config.json is the text {value!r}, not a number")
 
 
 def _check_room(name: str, model: Any, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -105,7 +105,7 @@ def rendered(
         if not is_continued:
             return text
         begun, end, behind = text.rpartition(_END)
-        if not end:
+        if not end or _END in begun:
             raise ValueError("the last message is not in the prompt as it is, so it cannot be continued")
         return begun if behind.startswith(" ") else begun.rstrip()
 
@@ -159,10 +159,16 @@ def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    # Jinja's own filter escapes for HTML.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
     return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """transformers' filter, whose arguments need no names; Jinja's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

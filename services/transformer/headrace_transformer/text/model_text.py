@@ -12,11 +12,8 @@ from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sentence_files import SentenceFiles, read_sentence_files
 from headrace.models.sources import ModelSource, read_config
 from headrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
-from headrace.sampling import ContextLimits, SamplingParameters, defaults_of
+from headrace.sampling import CONTEXT_LENGTHS, ContextLimits, SamplingParameters, defaults_of
 from headrace_transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
-
-# The names that configurations of transformers have for it.
-_CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True)
@@ -90,5 +87,5 @@ def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Pa
 
 
 def _limits(config: dict[str, Any], is_encoder_decoder: bool) -> ContextLimits | None:
-    lengths = [config[name] for name in _CONTEXT_LENGTH if isinstance(config.get(name), int)]
+    lengths = [config[name] for name in CONTEXT_LENGTHS if isinstance(config.get(name), int)]
     return ContextLimits(lengths[0], is_encoder_decoder) if lengths else None

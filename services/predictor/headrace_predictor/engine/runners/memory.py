@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.errors import StartupError, StartupFault
+from headrace.sampling import CONTEXT_LENGTHS
 from headrace_predictor.engine.runners.states import key_layers
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, LayerShape
@@ -117,9 +118,7 @@ def plan_memory(
 
 def stated_context(config: Any) -> int | None:
     """The longest context that a configuration allows: with scaled positions a multiple, as in vLLM."""
-    stated: int | None = next(
-        (n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None) or 0) > 0), None
-    )
+    stated: int | None = next((n for k in CONTEXT_LENGTHS if (n := getattr(config, k, None) or 0) > 0), None)
     scaling = getattr(config, "rope_parameters", None) or {}
     kind, factor = scaling.get("rope_type"), scaling.get("factor")
     if stated is None or factor is None or kind in (None, "default", *_ALREADY_SCALED):

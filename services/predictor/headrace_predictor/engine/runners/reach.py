@@ -65,7 +65,8 @@ def attention_functions(model: Any) -> dict[str, str]:
     """
     config = model.config
     parts = {"": config} | {name: getattr(config, name) for name in config.sub_configs}
-    return {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    own = {name: getattr(part, "_attn_implementation", None) for name, part in parts.items()}
+    return {name: function for name, function in own.items() if function is not None}
 
 
 def find_reaches(model: Any, context: int) -> None:
