@@ -53,10 +53,11 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
             report(text)
 
     if source.is_url:
-        # Their HTTP clients are for these alone.
-        from headrace.models import buckets, oci
-
-        resolve = oci.resolve if source.location.startswith("oci:") else buckets.resolve
+        # Each needs packages that the other does without.
+        if source.location.startswith("oci:"):
+            from headrace.models.oci import resolve
+        else:
+            from headrace.models.buckets import resolve
         show("fetching")
         try:
             return _model_folder(

@@ -63,8 +63,14 @@ class Registry(httpx2.Auth):
         if host == _DOCKER_HUB:
             host, repository = _DOCKER_HUB_API, repository if "/" in repository else f"library/{repository}"
         self._authorization = ""
-        base, whole = f"{self._scheme}://{host}/v2/{repository}/", {"accept-encoding": "identity"}
-        self._client = httpx2.Client(base_url=base, auth=self, headers=whole, follow_redirects=True, timeout=_TIMEOUT_S)
+        self._client = httpx2.Client(
+            base_url=f"{self._scheme}://{host}/v2/{repository}/",
+            auth=self,
+            headers={"accept-encoding": "identity"},
+            follow_redirects=True,
+            timeout=_TIMEOUT_S,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # Nothing closes it.
+        )
 
     @contextmanager
     def get(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx2.Response]:
@@ -96,8 +102,9 @@ class Registry(httpx2.Auth):
                 self._authorization = f"Bearer {token.get('token') or token['access_token']}"
             except (ValueError, KeyError, AttributeError):
                 raise StartupError(f"{self.location}: the registry's token cannot be read") from None
-        request.headers["authorization"] = self._authorization
-        yield request
+        if self._authorization:
+            request.headers["authorization"] = self._authorization
+            yield request
 
     def _check(self, response: httpx2.Response) -> None:
         """Raises ConnectionError where a later attempt may succeed, else StartupError, unless it is a success."""
