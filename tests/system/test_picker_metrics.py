@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from headrace.telemetry.page import PICKERS_PATH
-from tests.metrics_pages import read_page
+from tests.prometheus import read_page
 from tests.random_adapters import save_random_adapter
 from tests.random_models import save_random_model
 from tests.support.scripted_engine import ScriptedEngine
