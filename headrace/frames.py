@@ -3,6 +3,8 @@
 That is the wire between a transformer and a predictor (TCP, steps.proto) and between a predictor and its engine
 processes (Unix sockets, engine.proto). There is no TLS and no authentication. On TCP both ends send at least every few
 seconds, so that silence means that the peer is at fault; what the peer of a dead host is owed, TCP gives up by itself.
+
+Here too: a HeadraceError as a message of steps.proto, and back.
 """
 
 import asyncio
@@ -10,6 +12,10 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from typing import cast
+
+from headrace import errors
+from headrace.errors import HeadraceError, RequestFailedError
+from headrace_protos.steps_pb2 import StepsError
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 256 * 1024
@@ -147,3 +153,30 @@ class FrameConnection(asyncio.Protocol):
             self.ended.set_exception(failure)
         else:
             self.ended.set_result(None)
+
+
+_CLASSES = {
+    name: error for name, error in vars(errors).items() if isinstance(error, type) and issubclass(error, HeadraceError)
+}
+
+
+def write_error(error: HeadraceError, this_hop: str) -> StepsError:
+    """The message of an error that `this_hop` raises or passes on."""
+    return StepsError(
+        class_name=type(error).__name__,
+        message=error.message,
+        hop=error.hop or this_hop,
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def error_named(class_name: str, message: str) -> HeadraceError:
+    """An error of the class with this name; RequestFailedError if that is unknown."""
+    return _CLASSES.get(class_name, RequestFailedError)(message)
+
+
+def read_error(message: StepsError) -> HeadraceError:
+    """The error that a message describes; RequestFailedError if its class is unknown."""
+    error = _CLASSES.get(message.class_name, RequestFailedError)
+    retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
+    return error(message.message, hop=message.hop or None, retry_after_ms=retry_after_ms)

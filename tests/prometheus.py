@@ -1,13 +1,15 @@
 """A real Prometheus for the duration of a block: `async with running_prometheus(stack.metrics_pages, folder)`.
 
 It runs with deploy/observability/prometheus.yaml and its alerts; the scrape jobs get the given pages instead of the
-containers', and queries use its HTTP API. It needs Debian's package `prometheus`, or a release's binary on the path.
+containers', and queries use its HTTP API. `read_page` reads a page without it. It needs Debian's package `prometheus`,
+or a release's binary on the path.
 """
 
 import asyncio
 import math
 import random
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any, NamedTuple
 
 import httpx2
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 CONFIG = Path(__file__).resolve().parents[1] / "deploy" / "observability" / "prometheus.yaml"
 
@@ -162,3 +166,10 @@ def local_config(pages: Pages, every_s: float) -> dict[str, Any]:
         for path in {where for _, _, where in of_job}
     ]
     return config
+
+
+def read_page(port: int, path: str = "/metrics") -> list[Sample]:
+    """Every sample of a page on this machine, without the creation times of counters."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import StartupError, StartupFault
-from headrace.models import buckets, oci
 from headrace.models.downloads import Report as Report
 from headrace.models.downloads import fetch_listed
 from headrace.models.sources import GGUF_SUFFIX, ModelSource
@@ -54,7 +53,11 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
             report(text)
 
     if source.is_url:
-        resolve = oci.resolve if source.location.startswith("oci:") else buckets.resolve
+        # Each needs packages that the other does without.
+        if source.location.startswith("oci:"):
+            from headrace.models.oci import resolve
+        else:
+            from headrace.models.buckets import resolve
         show("fetching")
         try:
             return _model_folder(

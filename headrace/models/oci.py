@@ -21,14 +21,13 @@ import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError
-from urllib.parse import urlencode
+
+import httpx2
 
 from headrace.errors import StartupError, StartupFault
 from headrace.models.downloads import Listing, RemoteFile, is_plain
@@ -43,7 +42,6 @@ _UNPACK = "io.deis.oras.content.unpack"
 _GGUF = ("application/vnd.ollama.image.model", "application/vnd.docker.ai.gguf.v3")
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_MANIFEST_BYTES = 4 << 20
-_READ_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REMOVED = ".wh."  # How a layer removes a file of an earlier one.
 
@@ -52,11 +50,10 @@ _DOCKER_HUB_API = "registry-1.docker.io"
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"  # In config.json.
 _LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+)(:[0-9]+)?")
 _TIMEOUT_S = 30.0  # Of connecting, and of each read.
-_MAX_TOKEN_BYTES = 1 << 20
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 
-class Registry:
+class Registry(httpx2.Auth):
     """HTTP to one repository, for one thread: redirects without credentials, errors in a line that names `location`."""
 
     def __init__(self, location: str, host: str, repository: str) -> None:
@@ -65,83 +62,61 @@ class Registry:
         self._scheme = "http" if _LOOPBACK.fullmatch(host) else "https"
         if host == _DOCKER_HUB:
             host, repository = _DOCKER_HUB_API, repository if "/" in repository else f"library/{repository}"
-        self._base = f"{self._scheme}://{host}/v2/{repository}/"
         self._authorization = ""
-        self._opener = request.OpenerDirector()
-        # Neither files nor FTP: addresses come from the registry.
-        for handler in (
-            request.ProxyHandler,
-            request.HTTPHandler,
-            request.HTTPSHandler,
-            request.HTTPRedirectHandler,
-            request.HTTPDefaultErrorHandler,
-            request.HTTPErrorProcessor,
-        ):
-            self._opener.add_handler(handler())
+        self._client = httpx2.Client(
+            base_url=f"{self._scheme}://{host}/v2/{repository}/",
+            auth=self,
+            headers={"accept-encoding": "identity"},
+            follow_redirects=True,
+            timeout=_TIMEOUT_S,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # Nothing closes it.
+        )
 
-    def open(self, path: str, headers: Mapping[str, str]) -> HTTPResponse:
-        """The answer to a GET below the repository; raises ConnectionError, and StartupError for a refusal."""
+    @contextmanager
+    def get(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx2.Response]:
+        """The answer below the repository; the block raises ConnectionError, and StartupError for a refusal."""
         try:
-            return self._send(self._base + path, headers, self._authorization)
-        except HTTPError as error:
-            if error.code != 401:
-                raise self._failure(error) from None
-            error.close()
-            challenge = error.headers.get("WWW-Authenticate") or ""
-        self._authorization = self._authorized(challenge)
-        try:
-            return self._send(self._base + path, headers, self._authorization)
-        except HTTPError as error:
-            raise self._failure(error) from None
+            with self._client.stream("GET", path, headers=headers) as response:
+                self._check(response)
+                yield response
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ConnectionError(str(error) or type(error).__name__) from None
 
-    def read(self, response: HTTPResponse, size: int) -> bytes:
-        """At most `size` bytes; fewer, or none, at the end. Raises ConnectionError."""
-        try:
-            return response.read(size)
-        except (OSError, HTTPException) as error:
-            raise ConnectionError(_reason(error)) from None
-
-    def _send(self, url: str, headers: Mapping[str, str], authorization: str) -> HTTPResponse:
-        wanted = request.Request(url, headers=dict(headers))  # noqa: S310
-        if authorization:
-            wanted.add_unredirected_header("Authorization", authorization)
-        try:
-            answer: Any = self._opener.open(wanted, timeout=_TIMEOUT_S)
-        except HTTPError:
-            raise
-        except (OSError, HTTPException, ValueError) as error:
-            raise ConnectionError(_reason(error)) from None
-        if answer is None:
-            raise ConnectionError(f"{url} has led to an address of another protocol")
-        response: HTTPResponse = answer
-        return response
-
-    def _authorized(self, challenge: str) -> str:
-        """The value of Authorization for a challenge."""
+    def sync_auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
+        if self._authorization:
+            request.headers["authorization"] = self._authorization
+        response = yield request
+        if response.status_code != 401:
+            return
         credentials = _credentials(_DOCKER_HUB_KEY if self._host == _DOCKER_HUB else self._host)
-        basic = f"Basic {credentials}" if credentials else ""
+        self._authorization = f"Basic {credentials}" if credentials else ""
+        challenge = response.headers.get("www-authenticate", "")
         asked = dict(_PARAMETER.findall(challenge))
-        if not challenge.lower().startswith("bearer") or not asked.get("realm", "").startswith(f"{self._scheme}://"):
-            return basic
-        query = urlencode({name: asked[name] for name in ("service", "scope") if name in asked})
-        try:
-            with self._send(f"{asked['realm']}?{query}", {}, basic) as response:
-                answer = json.loads(self.read(response, _MAX_TOKEN_BYTES))
-            return f"Bearer {answer.get('token') or answer['access_token']}"
-        except HTTPError as error:
-            raise self._failure(error) from None
-        except (ValueError, KeyError, AttributeError):
-            raise StartupError(f"{self.location}: the registry's token cannot be read") from None
+        if challenge.lower().startswith("bearer") and asked.get("realm", "").startswith(f"{self._scheme}://"):
+            wanted = {name: asked[name] for name in ("service", "scope") if name in asked}
+            basic = {"authorization": self._authorization} if credentials else {}
+            answer = yield self._client.build_request("GET", asked["realm"], params=wanted, headers=basic)
+            self._check(answer)
+            try:
+                token = json.loads(answer.read())
+                self._authorization = f"Bearer {token.get('token') or token['access_token']}"
+            except (ValueError, KeyError, AttributeError):
+                raise StartupError(f"{self.location}: the registry's token cannot be read") from None
+        if self._authorization:
+            request.headers["authorization"] = self._authorization
+            yield request
 
-    def _failure(self, error: HTTPError) -> Exception:
-        error.close()
-        if error.code in (401, 403):
-            return StartupError(f"{self.location} may not be read, or is not there; `docker login {self._host}` helps")
-        if error.code == 404:
-            return StartupError(f"{self.location} is not there")
-        if error.code == 429 or error.code >= 500:
-            return ConnectionError(f"the registry answers {error.code} {error.reason}")
-        return StartupError(f"{self.location}: the registry answers {error.code} {error.reason}")
+    def _check(self, response: httpx2.Response) -> None:
+        """Raises ConnectionError where a later attempt may succeed, else StartupError, unless it is a success."""
+        status = f"the registry answers {response.status_code} {response.reason_phrase}"
+        if response.status_code in (401, 403):
+            raise StartupError(f"{self.location} may not be read, or is not there; `docker login {self._host}` helps")
+        if response.status_code == 404:
+            raise StartupError(f"{self.location} is not there")
+        if response.status_code == 429 or response.status_code >= 500:
+            raise ConnectionError(status)
+        if not response.is_success:
+            raise StartupError(f"{self.location}: {status}")
 
 
 def _credentials(key: str) -> str:
@@ -152,10 +127,6 @@ def _credentials(key: str) -> str:
         return str(entry.get("auth", ""))
     except (OSError, ValueError, AttributeError):
         return ""
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", "") or error) or type(error).__name__
 
 
 def resolve(location: str) -> Listing:
@@ -174,8 +145,8 @@ def resolve(location: str) -> Listing:
 
 
 def _manifest(registry: Registry, reference: str) -> tuple[dict[str, Any], str]:
-    with registry.open(f"manifests/{reference}", {"Accept": ", ".join((*_MANIFESTS, *_INDEXES))}) as response:
-        data = registry.read(response, _MAX_MANIFEST_BYTES)
+    with registry.get(f"manifests/{reference}", {"accept": ", ".join((*_MANIFESTS, *_INDEXES))}) as response:
+        data = next(response.iter_raw(_MAX_MANIFEST_BYTES), b"")
     digest = hashlib.sha256(data).hexdigest()
     if ":" in reference and reference != f"sha256:{digest}":
         raise StartupFault(f"{registry.location}: the manifest {reference} arrived with another digest")
@@ -210,9 +181,9 @@ def _file(registry: Registry, layer: Mapping[str, Any], folder: str) -> RemoteFi
 
 
 def _read(registry: Registry, digest: str, start: int) -> Iterator[bytes]:
-    with registry.open(f"blobs/{digest}", {"Range": f"bytes={start}-"} if start else {}) as response:
-        skipped = start if response.status == 200 else 0  # A registry without ranges begins anew.
-        while data := registry.read(response, _READ_BYTES):
+    with registry.get(f"blobs/{digest}", {"range": f"bytes={start}-"} if start else {}) as response:
+        skipped = start if response.status_code == 200 else 0  # A registry without ranges begins anew.
+        for data in response.iter_raw():
             if len(data) > skipped:
                 yield data[skipped:]
             skipped = max(0, skipped - len(data))

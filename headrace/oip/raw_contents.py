@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from headrace.oip.tensors import BYTES, RawTensor, Tensor, check_dtype, encode_raw
-from headrace.oip.wire_fields import field_head, fields
+from headrace.rpc.limits.wire_limits import field_head, fields
 from headrace_protos import inference_pb2 as pb
 
 RAW_INPUTS, RAW_OUTPUTS = 7, 6  # raw_input_contents of ModelInferRequest, raw_output_contents of ModelInferResponse.
@@ -28,7 +28,7 @@ _MAX_SCANNED_FIELDS = 1024
 
 
 def scan(data: bytes) -> Sequence[tuple[int, int, int, int]] | None:
-    """The fields of a message, see wire_fields.py; None for one that the parser reads faster, or better."""
+    """The fields of a message, see wire_limits.py; None for one that the parser reads faster, or better."""
     try:
         found = list(islice(fields(data), _MAX_SCANNED_FIELDS + 1))
     except DecodeError:

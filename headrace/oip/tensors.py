@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.wire_fields import fields
+from headrace.rpc.limits.wire_limits import fields
 from headrace_protos import inference_pb2 as pb
 
 Array = NDArray[Any]

@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from headrace.errors import HeadraceError
 from headrace.oip.raw_contents import RAW_INPUTS, RAW_OUTPUTS
 from headrace.oip.tensors import BYTES, DATATYPES, decode, dtype_of, encode_raw
-from headrace.oip.wire_fields import fields
 from headrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
+from headrace.rpc.limits.wire_limits import fields
 from headrace_protos import inference_pb2 as pb
 
 MAX_FIELDS = 1024  # The most fields that are read of one message.

@@ -199,7 +199,7 @@ def _smoke(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     gateway.check()
     try:
-        from headrace_runner.smoke.smoke import smoke  # Needs packages that the command does without.
+        from headrace_runner.smoke.checks import smoke  # Needs packages that the command does without.
     except ImportError as error:
         raise StartupError(f"smoke needs the package {error.name}: `pip install headrace` has it") from None
     if smoke(gateway.address, options.model):

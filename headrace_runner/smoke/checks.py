@@ -1,4 +1,7 @@
-"""The table of checks, by kind of model.
+"""Checks a running stack from outside: every endpoint that a model should answer, and those it must refuse.
+
+Metadata and configuration define the kind of model: text generation with or without chat template, encoder-decoder,
+embeddings, classification, a user's tensors, a processor.
 
 Of a user's code only datatypes and shapes are known: its inputs are ones, with size 1 for every open dimension, and it
 may refuse them with INVALID_ARGUMENT.
@@ -8,9 +11,12 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
+import grpc
+import httpx2
 import numpy as np
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -19,7 +25,8 @@ from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, dtype_of, encode_raw
 from headrace_protos import headrace_pb2
 from headrace_protos import inference_pb2 as pb
-from headrace_runner.smoke.gateway import Answer, Check, Failed, Gateway, Kind, Model, ask
+from headrace_runner.smoke.gateway import Answer, Check, Failed, Gateway, Kind, Model, ask, describe
+from headrace_runner.terminal import one_line
 
 _PROMPT = "Once upon a time"
 _RANKED = {"query": "a fox", "documents": ["the fox", "the hen"]}
@@ -288,3 +295,42 @@ def _ones(tensor: Any) -> Tensor:
     if tensor.datatype != BYTES:
         return Tensor(tensor.name, tensor.datatype, np.ones(shape, dtype_of(tensor.name, tensor.datatype)))
     return Tensor(tensor.name, BYTES, np.full(shape, b"the fox", dtype=object))
+
+
+_SHOWN = 110  # Characters of a check's result.
+_BROKEN = (grpc.RpcError, httpx2.HTTPError, KeyError, IndexError, TypeError, ValueError)
+
+
+def smoke(address: str, name: str = "") -> int:
+    """Runs and prints the checks of one model, or of all; returns the number of failures; raises StartupError."""
+    with closing(Gateway(address)) as gateway:
+        names = [name] if name else gateway.ready_models()
+        if not names:
+            raise Failed(f"no model is ready at {address}")
+        return sum([_smoke_one(gateway, each) for each in names])
+
+
+def _smoke_one(gateway: Gateway, name: str) -> int:
+    model = describe(gateway, name)
+    print(f"{name}: {model.kind}{model.details}")
+    checks = list(checks_of(gateway, model))
+    failed = _run(checks)
+    print(f"{name}: {len(checks) - failed} of {len(checks)} pass\n", flush=True)
+    return failed
+
+
+def _run(checks: Sequence[Check]) -> int:
+    width = max(len(check.name) for check in checks)
+    failed = 0
+    for check in checks:
+        error = ""
+        try:
+            found = check.run()
+        except Failed as failure:
+            error = str(failure)
+        except _BROKEN as broken:
+            error = f"{type(broken).__name__}: {broken}"
+        failed += bool(error)
+        shown = error or one_line(found, _SHOWN)
+        print(f"  {'FAIL' if error else 'pass'}  {check.protocol:<9}  {check.name:<{width}}  {shown}", flush=True)
+    return failed

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from locust import LoadTestShape
 from locust.runners import MasterRunner
 
-from loadtest.knee.report import Knee, write
-from loadtest.knee.search import KneeSearch, Level, measured
+from loadtest.knee.search import Knee, KneeSearch, Level, measured, write
 from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from tests.chaos.health import serves
 from tests.chaos.oracle import Span
 from tests.support.runner_stack import Stack
+from tests.system.calls import serves
 from tests.waiting import until
 
 PREDICTORS, OTHERS = "predictors", "others"

@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 
 from tests.chaos.faults import FaultInjector
-from tests.chaos.health import serves
 from tests.chaos.load import Call, Client
 from tests.chaos.memory import SMALL_CACHES, MemoryWatch
 from tests.chaos.oracle import EXCUSED, Oracle, Verdict
@@ -29,6 +28,7 @@ from tests.chaos.requests import DATE_MODEL, STORIES, TENSOR_MODEL, TEXT_MODEL, 
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.free_ports import start_stack
 from tests.support.runner_stack import Stack
+from tests.system.calls import serves
 from tests.waiting import until
 
 _PREDICTORS = 2

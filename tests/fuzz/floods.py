@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from headrace_protos import headrace_pb2
 from tests.fuzz.target import Target, attack
-from tests.process.unfinished_calls import (
+from tests.support.http2_client import (
     DATA,
     END_HEADERS,
     END_STREAM,

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.statistics import quantile
-from tests.chaos.health import serves
 from tests.chaos.load import OK, Client
 from tests.chaos.requests import TEXT_WAYS, Request, greedy
+from tests.system.calls import serves
 from tests.waiting import until
 
 _STORY, _CHAT = greedy("Once upon a time", 16), greedy("Once upon a time", 16, is_chat=True)

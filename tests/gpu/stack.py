@@ -19,11 +19,10 @@ import psutil
 
 from headrace.endpoints import steps_port
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.chaos.health import serves
 from tests.gpu.report import Report, part_options
 from tests.gpu.run import ROOT
 from tests.support.steps_caller import calling
-from tests.system.calls import channel
+from tests.system.calls import channel, serves
 from tests.waiting import until
 
 _MODEL = "storyteller"

@@ -7,13 +7,15 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
-from headrace_predictor.engine.interface import Chunk, EngineLimits, OutputSlot
+from headrace_predictor.engine.interface import Chunk, EngineDeadError, EngineLimits, OutputSlot
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.sampling.sampler import sample
 from headrace_predictor.engine.scheduler import Scheduler
@@ -151,3 +153,30 @@ def expected(prompt: Rows[int], count: int = 12, **parameters: Any) -> list[int]
         row = SamplingRow(SamplingParameters(**{"seed": 3, **parameters}), list(prompt), ids, frozenset({END}))
         ids.append(sample(logits[None], [row]).token_ids[0])
     return ids
+
+
+CROWD = [(i, i + 1, i + 2, i + 3, i + 4) for i in range(3, 12)]
+
+
+async def dead(engine):
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(engine.died(), 30)
+    with pytest.raises(NotReadyError):
+        engine.submit(request("late"))
+
+
+async def outcome(slot):
+    """The outcome of a request: its ids, or the class of its error."""
+    try:
+        return (await read_all(slot))[0]
+    except (RequestFailedError, HopBrokenError, NotReadyError, DeadlineError) as error:
+        return type(error)
+
+
+def submit_crowd(engine, **parameters):
+    return [engine.submit(request(str(i), prompt=prompt, **parameters)) for i, prompt in enumerate(CROWD)]
+
+
+async def assert_crowd_is_unharmed(slots, **parameters):
+    for prompt, slot in zip(CROWD, slots, strict=True):
+        assert (await read_all(slot))[0] == expected(prompt, **parameters)

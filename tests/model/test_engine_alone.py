@@ -4,8 +4,16 @@ import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError, RequestFailedError
 from headrace_predictor.engine_process.step_frames import StepFrames
-from tests.model.crowd import assert_crowd_is_unharmed, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
+from tests.model.fakes import (
+    FakeRunner,
+    Gate,
+    assert_crowd_is_unharmed,
+    expected,
+    outcome,
+    read_all,
+    request,
+    submit_crowd,
+)
 from tests.waiting import until
 
 LONG = range(3, 43)

@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
+from tests.model.fakes import (
+    CROWD,
+    FakeRunner,
+    Gate,
+    assert_crowd_is_unharmed,
+    dead,
+    expected,
+    outcome,
+    read_all,
+    request,
+    submit_crowd,
+)
 from tests.waiting import until
 
 

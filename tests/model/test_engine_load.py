@@ -7,8 +7,16 @@ import time
 import pytest
 
 from headrace_predictor.engine.interface import EngineStatistics, Timeline
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
+from tests.model.fakes import (
+    CROWD,
+    FakeRunner,
+    Gate,
+    assert_crowd_is_unharmed,
+    expected,
+    read_all,
+    request,
+    submit_crowd,
+)
 from tests.waiting import until
 
 

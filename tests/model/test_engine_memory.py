@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from headrace.errors import RequestFailedError
-from tests.model.crowd import assert_crowd_is_unharmed, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, expected, read_all, request
+from tests.model.fakes import FakeRunner, assert_crowd_is_unharmed, expected, outcome, read_all, request, submit_crowd
 
 
 class Scarce(FakeRunner):

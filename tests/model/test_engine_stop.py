@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
-from tests.model.crowd import dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, dead, expected, outcome, read_all, request, submit_crowd
 from tests.waiting import until
 
 

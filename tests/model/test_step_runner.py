@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
-from tests.model.fakes import FakeRunner, expected, read_all, request
+from tests.model.fakes import (
+    CROWD,
+    FakeRunner,
+    assert_crowd_is_unharmed,
+    dead,
+    expected,
+    outcome,
+    read_all,
+    request,
+    submit_crowd,
+)
 
 
 class Failing(FakeRunner):

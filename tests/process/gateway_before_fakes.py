@@ -25,9 +25,9 @@ from headrace.telemetry.identity import REQUEST_ID
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from headrace_runner import envoy_config
 from headrace_runner.process import Process, ProcessSpec
-from headrace_runner.readiness import Readiness
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
+from headrace_runner.stack import Readiness
 from tests.process.http2_service import serve_openai
 from tests.support.free_ports import free_settings
 

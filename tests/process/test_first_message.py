@@ -13,7 +13,7 @@ import pytest_asyncio
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.process.gateway_before_fakes import METADATA, Gateway, running_gateway
-from tests.process.unfinished_calls import DATA, END_HEADERS, HEADERS, RST_STREAM, SETTINGS, frame, headers
+from tests.support.http2_client import DATA, END_HEADERS, HEADERS, RST_STREAM, SETTINGS, frame, headers
 from tests.waiting import until
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -97,7 +97,7 @@ async def callers(gateway: Gateway) -> AsyncIterator[tuple[Caller, Caller]]:
     finally:
         for caller in pair:
             await caller.close()
-        await until(lambda: of_clients(gateway) == before)
+        await until(lambda: of_clients(gateway) <= before)  # A call of the test before may have been ending.
 
 
 async def held(gateway: Gateway, count: int) -> None:

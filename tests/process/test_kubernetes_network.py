@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from headrace.telemetry import picking
+from headrace.telemetry.page import PICKERS_PATH
 from tests.support.kubernetes import (
     HELM,
     ROOT,
@@ -86,7 +86,7 @@ def test_an_inference_gateway_chooses_gateways_and_its_picker_reaches_their_metr
     assert [port["number"] for port in servers["targetPorts"]] == [ports["http"]]
     config = yaml.safe_load(epp["pluginsCustomConfig"][epp["pluginsConfigFile"]])
     (source,) = (each for each in config["plugins"] if each["type"] == "metrics-data-source")
-    assert source["parameters"] == {"port": ports["metrics"], "path": picking.PATH}
+    assert source["parameters"] == {"port": ports["metrics"], "path": PICKERS_PATH}
     assert {each["pluginRef"] for profile in config["schedulingProfiles"] for each in profile["plugins"]} <= {
         each["type"] for each in config["plugins"]
     }

@@ -27,9 +27,9 @@ from headrace.errors import StartupError
 from headrace_logger import backup as backup_module
 from headrace_logger.backup import backup
 from headrace_logger.backup import main as copy_database
-from headrace_logger.export import export, partitions, shapes, snapshot
+from headrace_logger.export import export, parquet, shapes, snapshot
 from headrace_logger.export.export import instant
-from headrace_logger.export.partitions import export_hours
+from headrace_logger.export.parquet import export_hours
 from headrace_logger.store import reading
 from headrace_logger.store.store import Store
 from headrace_logger.store.tables import SCHEMA_VERSION
@@ -454,8 +454,8 @@ async def test_a_url_is_one_of_pyarrows_file_systems(store, hours, tmp_path):
 
 
 def test_messages_name_a_url_without_its_credentials():
-    assert partitions.shown("s3://id:secret@bucket/prefix?endpoint_override=host") == "s3://bucket/prefix"
-    assert partitions.shown("a/folder@home?") == "a/folder@home?"
+    assert parquet.shown("s3://id:secret@bucket/prefix?endpoint_override=host") == "s3://bucket/prefix"
+    assert parquet.shown("a/folder@home?") == "a/folder@home?"
 
 
 def test_an_upload_that_is_interrupted_leaves_no_object(tmp_path, monkeypatch):
@@ -463,8 +463,8 @@ def test_an_upload_that_is_interrupted_leaves_no_object(tmp_path, monkeypatch):
         stream.write(file.read(3))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(partitions.shutil, "copyfileobj", interrupt)
-    folder = partitions.Folder("mock://", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "")
+    monkeypatch.setattr(parquet.shutil, "copyfileobj", interrupt)
+    folder = parquet.Folder("mock://", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "")
     (tmp_path / "below").mkdir()
     with pytest.raises(KeyboardInterrupt), folder.writing("below", "name") as file:
         file.write(b"contents")

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from headrace.errors import StartupError
 from headrace.telemetry.page import MetricsPage, WorkerPages
-from tests.metrics_pages import read_page
+from tests.prometheus import read_page
 from tests.support.otlp_receiver import OtlpReceiver
 
 

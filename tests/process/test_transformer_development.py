@@ -12,7 +12,7 @@ from headrace.rpc.server.call_context import DEVELOPMENT
 from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
-from headrace_transformer.frontends.grpc import development
+from headrace_transformer.frontends.grpc import text_generation_servicer
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import one_service
@@ -58,7 +58,10 @@ async def stub_before(*victims):
         stack.push_async_callback(replicas.close)
         address = await stack.enter_async_context(
             served(
-                partial(headrace_pb2_grpc.add_DevelopmentServicer_to_server, development.DevelopmentServicer(replicas))
+                partial(
+                    headrace_pb2_grpc.add_DevelopmentServicer_to_server,
+                    text_generation_servicer.DevelopmentServicer(replicas),
+                )
             )
         )
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
@@ -73,7 +76,7 @@ async def test_only_one_of_the_predictors_with_the_request_dies():
 
 
 async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypatch):
-    monkeypatch.setattr(development, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(text_generation_servicer, "_TIMEOUT_S", 1.0)
     victims = Victim(True, hangs=True), Victim(True)
     async with stub_before(*victims) as stub:
         await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)

@@ -14,13 +14,12 @@ import pytest
 import pytest_asyncio
 
 from headrace.oip.tensors import Tensor
-from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.chaos.predictor import FAILS
 from tests.chaos.requests import Story, greedy
 from tests.scenarios.crowd import Crowd, stories_of
-from tests.system.calls import generate, ids_request, infer, rest, text_of, text_request
+from tests.system.calls import generate, ids_request, infer, rest, serves, text_of, text_request
 from tests.waiting import until
 
 CALLERS = 8

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from tests.scenarios.streaming_ways import STREAMING_WAYS, TOKENS
+from tests.system.calls import query
 from tests.system.gated_stack import gated_stack
-from tests.system.payload_log import query
 from tests.waiting import until
 
 SINK_DELAY_S = 10

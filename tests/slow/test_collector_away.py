@@ -7,7 +7,7 @@ import signal
 import psutil
 
 from bench.otlp_receiver import receiver_process
-from tests.metrics_pages import read_page
+from tests.prometheus import read_page
 from tests.system.calls import generate
 from tests.waiting import until
 

@@ -21,11 +21,11 @@ import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
-from tests.chaos.health import serves
 from tests.random_adapters import save_random_adapter
 from tests.slow.kinds_of_requests import KINDS, Reader
 from tests.support.full import FULL
 from tests.support.tool_models import save_tool_model
+from tests.system.calls import serves
 from tests.waiting import until
 
 SECONDS, CLIENTS = (600, 24) if FULL else (40, 12)

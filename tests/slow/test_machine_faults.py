@@ -11,7 +11,6 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle, Span
 from tests.chaos.records import compare, stored
@@ -19,6 +18,7 @@ from tests.scenarios.crowd import Crowd, stories_of
 from tests.support.free_ports import start_stack
 from tests.support.full import FULL
 from tests.support.small_disk import small_disk
+from tests.system.calls import serves
 from tests.waiting import until
 
 SECONDS = 60 if FULL else 6

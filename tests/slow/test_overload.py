@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.payload_log import query
+from tests.system.calls import query
 from tests.waiting import until
 
 CALLERS, CONNECTIONS = 1500, 4

@@ -19,12 +19,12 @@ import pytest
 import pytest_asyncio
 
 from loadtest.prompts import EXAMPLES
-from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.scenarios.crowd import Crowd, stories_of
 from tests.slow.kinds_of_requests import COMPLETIONS, Reader
 from tests.support.full import FULL
+from tests.system.calls import serves
 from tests.waiting import until
 
 SECONDS = 60 if FULL else 6

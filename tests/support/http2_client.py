@@ -1,4 +1,7 @@
-"""A client of HTTP/2 without TLS that can also read late, disconnect, and continue after a GOAWAY."""
+"""A client of HTTP/2 without TLS that can also read late, disconnect, and continue after a GOAWAY.
+
+At the end are frames that it never sends: of calls of gRPC whose message stays incomplete.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -187,3 +190,21 @@ async def connected(port: int, window: int = 1 << 20, reads: bool = True) -> Asy
         writer.close()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
+
+
+DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
+END_STREAM, END_HEADERS = 1, 4
+INITIAL_WINDOW = 4  # Identifier of the setting.
+
+
+def frame(kind, flags, stream, contents):
+    return len(contents).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + contents
+
+
+def headers(path):
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "test"}
+    fields |= {"content-type": "application/grpc", "te": "trailers"}
+    literal = b""
+    for name, value in fields.items():
+        literal += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+    return literal

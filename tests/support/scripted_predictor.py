@@ -19,11 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from headrace.endpoints import steps_port
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError
-from headrace.frames import FrameConnection
+from headrace.frames import FrameConnection, write_error
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.tensors import Tensor, add_output
 from headrace.rpc.server.handlers import Interceptor
-from headrace.step_messages import write_error
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2
 from tests.support.free_ports import free_predictor_port

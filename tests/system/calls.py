@@ -1,4 +1,4 @@
-"""Calls through the gateway, as a client without Headrace's code makes them."""
+"""Calls through the gateway, as a client without Headrace's code makes them; of the payload log and of health too."""
 
 import asyncio
 import http.client
@@ -10,10 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.waiting import until
 
 STREAMS = 64
 PACE = 20  # Tokens of a stream in a second, so that it lasts as long on every machine.
@@ -212,3 +214,54 @@ def web_frames(body: bytes) -> tuple[list[bytes], dict[str, str]]:
             messages.append(contents)
         at += _FRAME_HEAD + length
     return messages, trailers
+
+
+async def query(gateway: str, **filters: Any) -> list[headrace_pb2.PayloadRecord]:
+    """The records that pass the filters now."""
+    async with channel(gateway) as open_channel:
+        found = headrace_pb2_grpc.PayloadLogStub(open_channel).Query(
+            headrace_pb2.QueryPayloadsRequest(**filters), timeout=10
+        )
+        return [record async for record in found]
+
+
+async def records(gateway: str, count: int = 1, **filters: Any) -> list[headrace_pb2.PayloadRecord]:
+    """The services' records that pass the filters, once there are that many, without the gateway's own records."""
+    found: list[headrace_pb2.PayloadRecord] = []
+
+    async def enough() -> bool:
+        found[:] = [record for record in await query(gateway, **filters) if record.model]
+        return len(found) >= count
+
+    await until(enough)
+    return found
+
+
+async def hop_of(gateway: str, model: str) -> str:
+    """The service that answers for the model: the hop of the error for an id that is too long."""
+    async with channel(gateway) as open_channel:
+        try:
+            await GRPCInferenceServiceStub(open_channel).ModelInfer(
+                inference_pb2.ModelInferRequest(model_name=model, id="7" * 10_000), timeout=20
+            )
+        except grpc.aio.AioRpcError as error:
+            return str(dict(error.trailing_metadata() or ()).get("x-failed-hop", ""))
+    raise AssertionError(f"{model} takes any id")
+
+
+async def until_direct(gateway: str, model: str) -> None:
+    async def is_direct() -> bool:
+        return await hop_of(gateway, model) == "predictor"
+
+    await until(is_direct)
+
+
+async def serves(address: str, name: str = "") -> bool:
+    """Whether the service at `address` (host:port) answers SERVING."""
+    async with channel(address) as open_channel:
+        request = health_pb2.HealthCheckRequest(service=name)
+        try:
+            answer = await health_pb2_grpc.HealthStub(open_channel).Check(request, timeout=1.0)
+        except grpc.aio.AioRpcError:
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from headrace_runner.services import predictor_tuning
-from tests.chaos.health import serves
 from tests.support.forkserver import spawn
 from tests.support.free_ports import free_predictor_port, free_settings
+from tests.system.calls import serves
 from tests.waiting import until
 
 _ROOT = Path(__file__).parents[2]

@@ -9,9 +9,7 @@ import pytest_asyncio
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, text_request
-from tests.system.direct import hop_of, until_direct
-from tests.system.payload_log import query, records
+from tests.system.calls import channel, hop_of, query, records, text_request, until_direct
 
 MODELS = "storyteller=models/storyteller,identity=models/identity,quiet=models/identity,summary=models/identity"
 RULES = {"TRANSFORMER_PAYLOAD_LOG": "all,quiet=off,summary=metadata"}

@@ -10,8 +10,7 @@ import torch
 
 from tests.random_encoders import save_random_encoder, save_random_type, save_words_tokenizer
 from tests.support.lazy import library, parts
-from tests.system.calls import rest
-from tests.system.payload_log import records
+from tests.system.calls import records, rest
 
 WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
 

@@ -7,8 +7,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.scripted_engine import CLOSE, END, ERROR, HALF, JUNK, NO_DONE, STALL, ScriptedEngine, answers
-from tests.system.calls import rest
-from tests.system.payload_log import records
+from tests.system.calls import records, rest
 from tests.waiting import until
 
 FOLDER = "models/storyteller"

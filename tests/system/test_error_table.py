@@ -16,8 +16,7 @@ import pytest_asyncio
 
 from headrace_protos import headrace_pb2
 from headrace_protos import inference_pb2 as pb
-from tests.system.calls import channel, http_request
-from tests.system.direct import until_direct
+from tests.system.calls import channel, http_request, until_direct
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER, PYTHON_MODEL
 from tests.system.request_outcome import ON_STREAM, Request
 from tests.system.rest_ways_in import anthropic_shape, openai_shape, rest_outcome, v2_shape

@@ -5,8 +5,7 @@ import re
 import uuid
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.calls import PACE, channel, generate, rest
-from tests.system.payload_log import query
+from tests.system.calls import PACE, channel, generate, query, rest
 from tests.waiting import until
 
 

@@ -10,8 +10,7 @@ import pytest_asyncio
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, each, rest
-from tests.system.payload_log import records
+from tests.system.calls import channel, each, records, rest
 from tests.system.request_outcome import Request
 from tests.system.ways_in import TEXT
 

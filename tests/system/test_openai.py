@@ -10,9 +10,8 @@ import pytest_asyncio
 from headrace_transformer.frontends.openai.generation_requests import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
-from tests.system.calls import rest
+from tests.system.calls import records, rest
 from tests.system.own_clients import client_passes
-from tests.system.payload_log import records
 
 STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
 WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")

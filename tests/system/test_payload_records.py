@@ -14,9 +14,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from headrace.oip.tensors import Tensor, add_input
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, each, generate, infer, rest
+from tests.system.calls import channel, each, generate, infer, records, rest
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
-from tests.system.payload_log import records
 from tests.system.request_outcome import Request
 from tests.system.ways_in import RELAYED, STREAMS, TEXT
 

@@ -9,8 +9,8 @@ import urllib.request
 
 import pytest
 
-from headrace.telemetry import picking
-from tests.metrics_pages import read_page
+from headrace.telemetry.page import PICKERS_PATH
+from tests.prometheus import read_page
 from tests.random_adapters import save_random_adapter
 from tests.random_models import save_random_model
 from tests.support.scripted_engine import ScriptedEngine
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def picked(port):
     """The samples of a picker's page by their names, of the model `base` or `chat`."""
-    page = read_page(port, picking.PATH)
+    page = read_page(port, PICKERS_PATH)
     return {sample.name: sample for sample in page if sample.labels.get("model_name") != "storyteller"}
 
 

@@ -14,8 +14,7 @@ import pytest_asyncio
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.events import read_events
 from tests.support.full import FULL
-from tests.system.calls import channel, generate, http_request, rest, text_of
-from tests.system.payload_log import records
+from tests.system.calls import channel, generate, http_request, records, rest, text_of
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"

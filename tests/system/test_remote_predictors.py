@@ -17,8 +17,7 @@ import pytest_asyncio
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.network import Host, why_not
-from tests.system.calls import channel, generate, rest
-from tests.system.payload_log import records
+from tests.system.calls import channel, generate, records, rest
 from tests.system.predictor_process import predictor_process
 from tests.waiting import until
 

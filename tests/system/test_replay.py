@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest_asyncio
 
 from headrace_logger.values import row, to_json
@@ -19,10 +21,23 @@ from headrace_runner.replay import options as replay_options
 from headrace_runner.settings import ROOT
 from tests.support.free_ports import free_settings
 from tests.support.runner_stack import Stack
-from tests.support.weights import copy_with_other_weights
-from tests.system.calls import channel, generate, infer, rest, text_request
-from tests.system.payload_log import query, records
+from tests.system.calls import channel, generate, infer, query, records, rest, text_request
 from tests.waiting import until
+
+
+def copy_with_other_weights(model: Path, folder: Path) -> Path:
+    """Copies a model, with every weight negated, to a new folder; returns the folder."""
+    copy = Path(shutil.copytree(model, folder))
+    negate_weights(copy / "model.safetensors")
+    return copy
+
+
+def negate_weights(path: Path) -> None:
+    """Flips the sign of each number in a safetensors file with only bfloat16."""
+    contents = path.read_bytes()
+    begin = 8 + int.from_bytes(contents[:8], "little")  # The header's length, and the header.
+    path.write_bytes(contents[:begin] + (np.frombuffer(contents[begin:], "<u2") ^ 0x8000).tobytes())
+
 
 MODEL = {"model": "storyteller"}
 ONLY = "storyteller=models/storyteller"

@@ -13,8 +13,7 @@ import pytest_asyncio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.chaos.health import serves
-from tests.system.calls import channel, each, generate, rest
+from tests.system.calls import channel, each, generate, rest, serves
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"

@@ -12,11 +12,10 @@ from headrace.oip.tensors import Tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.hub import serve_hub
-from tests.metrics_pages import read_page
+from tests.prometheus import read_page
 from tests.random_models import save_random_model
-from tests.system.calls import channel, each, generate, ids_request, rest, text_of
+from tests.system.calls import channel, each, generate, ids_request, records, rest, text_of
 from tests.system.own_clients import client_passes
-from tests.system.payload_log import records
 
 ROOT = Path(__file__).parents[2]
 

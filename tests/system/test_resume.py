@@ -12,7 +12,7 @@ import pytest_asyncio
 from headrace.oip.tensors import decode_outputs
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.metrics_pages import read_page
+from tests.prometheus import read_page
 from tests.support.full import FULL
 from tests.system.calls import channel, each, generate, http_request, text_request
 from tests.waiting import until

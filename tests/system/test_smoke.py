@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runner.smoke.smoke import smoke
+from headrace_runner.smoke.checks import smoke
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 
 ROOT = Path(__file__).parents[2]

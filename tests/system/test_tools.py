@@ -5,8 +5,7 @@ import json
 import pytest
 
 from headrace import __version__
-from tests.system.calls import rest
-from tests.system.payload_log import records
+from tests.system.calls import records, rest
 
 MODEL = {"model": "storyteller"}
 PARTS = "tokens", "token_logprobs", "top_logprobs"

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.system.calls import records
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
-from tests.system.payload_log import records
 from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
 from tests.waiting import until
 

@@ -7,9 +7,8 @@ import signal
 import psutil
 import pytest
 
-from tests.chaos.health import serves
-from tests.metrics_pages import read_page
-from tests.system.calls import channel, generate, text_of
+from tests.prometheus import read_page
+from tests.system.calls import channel, generate, serves, text_of
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"

@@ -1,5 +1,6 @@
 """The command `headrace` reads its arguments, and shows records in plain text."""
 
+import io
 import re
 import tomllib
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from headrace_runner.command import models, records, start
 from headrace_runner.command.__main__ import main, parse
 from headrace_runner.command.chat import Conversation
 from headrace_runner.settings import ROOT, StackSettings
-from headrace_runner.terminal import Painter
+from headrace_runner.terminal import Painter, has_colours, one_line, printable
 
 PLAIN = Painter(coloured=False)
 COMMANDS = re.findall(r"^\| `headrace (\w+)", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
@@ -247,3 +248,28 @@ def test_a_model_that_cannot_be_pulled_is_refused_in_one_line(
     assert capsys.readouterr().err == (
         "'s3:///etc' is not s3://bucket/prefix, gs://…, az://… or oci://registry/repository:tag\n"
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "coloured"),
+    [
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ],
+)
+def test_colours_are_for_terminals_only(stream: io.StringIO, environment: dict[str, str], coloured: bool) -> None:
+    assert has_colours(stream, environment) is coloured
+
+
+def test_control_characters_are_escaped() -> None:
+    assert printable("a\x1b[2Jb\n\u200bé") == "a\\x1b[2Jb\n\\u200bé"
+    assert one_line("two\nlines \x9b31m", 80) == "two lines \\x9b31m"
+    assert one_line("abcdef", 4) == "abc…"

@@ -103,7 +103,7 @@ async def test_without_an_engine_nobody_waits_for_a_place():
     taken = [await places.take(f"client {number}", 1) for number in range(3)]
     for place in taken:
         place.close()
-    assert (dict(places._running), places._weights) == ({}, {})
+    assert (dict(places._running), places._waiting) == ({}, {})
 
 
 @pytest.fixture(scope="module")

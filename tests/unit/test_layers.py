@@ -17,7 +17,14 @@ from tests.support.requirements import PARTS, closure, requirements
 HEADRACE = (
     ("headrace.endpoints", "headrace.json_schemas"),
     ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
-    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling", "headrace.threads"),
+    (
+        "headrace.clients",
+        "headrace.deadline",
+        "headrace.frames",
+        "headrace.grammars",
+        "headrace.sampling",
+        "headrace.threads",
+    ),
     ("headrace.validation",),
     ("headrace.models",),
     ("headrace.telemetry",),
@@ -27,7 +34,7 @@ HEADRACE = (
     ("headrace.rpc.client", "headrace.rpc.server"),
     ("headrace.rpc.http2",),
     ("headrace.oip",),
-    ("headrace.processor", "headrace.python_tensors", "headrace.step_messages"),
+    ("headrace.processor", "headrace.python_tensors"),
     ("headrace.payload.redaction",),
     (
         "headrace.payload.drops",

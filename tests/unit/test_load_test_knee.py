@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from loadtest.knee.report import Knee, write
-from loadtest.knee.search import KneeSearch, measured
+from loadtest.knee.search import Knee, KneeSearch, measured, write
 from tests.unit.test_load_test_measures import counted
 
 

@@ -1,14 +1,26 @@
-"""Several choices of one request run side by side, end together, and are the same for the same seed."""
+"""Choices of one request run side by side, end together, are the same for a seed; how their events are written."""
 
 import asyncio
+import json
 from contextlib import aclosing
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
-from headrace_transformer.frontends.openai.bodies import generate_all
-from headrace_transformer.frontends.openai.generation_requests import choice_seed, choices_of
+from headrace_transformer.frontends.http import event
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
+from headrace_transformer.frontends.openai.bodies import _Events, generate_all
+from headrace_transformer.frontends.openai.generation_requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+    choice_seed,
+    choices_of,
+)
 from headrace_transformer.generation.requests import TextRequest
 from tests.support.text_chunks import text_chunk
 from tests.waiting import until
@@ -123,3 +135,34 @@ def test_each_choice_has_a_seed_derived_from_the_given_one():
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [choice_seed(5, index) for index in range(16)]
     assert choices_of(request(sampling={"top_k": 2}), 2) == [request(sampling={"top_k": 2})] * 2
+
+
+HEAD = {"id": "cmpl-1", "created": 5, "model": 'a "model"', "object": "text_completion"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "request_of"),
+    [
+        (CompletionFormat, CompletionRequest(prompt="p", stream=True)),
+        (ChatFormat, ChatCompletionRequest(messages=[{"role": "user", "content": "Hello."}], stream=True)),
+    ],
+    ids=["completion", "chat"],
+)
+@pytest.mark.parametrize("includes_usage", [False, True], ids=["without usage", "with usage"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), index=st.integers(0, 3))
+def test_an_event_with_only_text_equals_the_encoded_one(shape, request_of, includes_usage, text, index):
+    request = request_of.model_copy(update={"stream_options": StreamOptions(include_usage=includes_usage)})
+    written, usage = _Events(HEAD, request, shape(request), None), {"usage": None} if includes_usage else {}
+    written.of(index, text_chunk("first", [1]))
+    head = HEAD | {"object": shape.chunk_object}
+    expected = event(head | {"choices": [shape(request).chunk(index, text_chunk(text, [1]), False)]} | usage)
+    for _ in range(2):
+        assert written.of(index, text_chunk(text, [1])) == expected
+    assert orjson.loads(expected.removeprefix(b"data: "))["choices"][0]["index"] == index
+
+
+def test_no_event_has_a_character_that_ends_a_line_elsewhere():
+    text = "a\u2028b\u2029c\u0085d\x0b\x0c\x1cé\r\n"
+    written = event({"type": "t", "x": text})
+    assert len(written.decode().splitlines()) == 2
+    assert json.loads(written.removeprefix(b"data: "))["x"] == text

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.wire_fields import fields
+from headrace.rpc.limits.wire_limits import fields
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.inference.request import InferRequest
 

@@ -31,7 +31,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     from headrace.payload.tap import PayloadTap
     from headrace.rpc.server.listeners import READY
     from headrace.rpc.server.server import Server
-    from headrace.telemetry.picking import PickerMetrics
+    from headrace.telemetry.page import PickerMetrics
     from headrace_predictor.generation.served_engines import observe_engines
     from headrace_predictor.repository.repository import ModelRepository
     from headrace_predictor.servicer import DevelopmentServicer, InferenceServicer

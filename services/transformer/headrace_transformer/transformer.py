@@ -10,7 +10,7 @@ from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.listeners import READY
 from headrace.rpc.server.server import Server
-from headrace.telemetry.picking import PickerMetrics
+from headrace.telemetry.page import PickerMetrics
 from headrace.threads import FairThreads, run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import (
@@ -24,9 +24,9 @@ from headrace_transformer.batches.running import Resources
 from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
-from headrace_transformer.frontends.grpc.development import DevelopmentServicer
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
 from headrace_transformer.frontends.grpc.text_generation_servicer import (
+    DevelopmentServicer,
     RestTextGenerationServicer,
     TextGenerationServicer,
 )

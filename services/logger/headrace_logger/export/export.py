@@ -3,8 +3,8 @@
 Reads a database that a logger may be writing to, and never changes it. Records that are committed when the export
 begins are exported, oldest first, in short transactions, so that the logger is not blocked; records deleted during the
 export are missing. A file appears under its name once it is complete. Rows and their types:
-`headrace_logger.values`, `headrace_logger.export.parquet`; other formats: `headrace_logger.export.shapes`; a file
-for each hour: `headrace_logger.export.partitions`.
+`headrace_logger.values`, `headrace_logger.export.parquet`, which writes a file for each hour too; other formats:
+`headrace_logger.export.shapes`.
 
 Errors: StartupError, one line, if the database or the output cannot be used.
 """
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> str:
     database = database_of(options.database)
     if options.partition:
         # pyarrow takes a second to import.
-        from headrace_logger.export.partitions import export_hours
+        from headrace_logger.export.parquet import export_hours
 
         return export_hours(database, options.output, options.since, datetime.now(UTC))
     filters = filters_of(options.since, options.until, options.model)

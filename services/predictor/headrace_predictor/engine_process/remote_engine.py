@@ -22,9 +22,8 @@ from itertools import count
 from pathlib import Path
 
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError, OverloadedError, StartupFault
-from headrace.frames import FrameConnection
+from headrace.frames import FrameConnection, read_error, write_error
 from headrace.oip.prompt_scores import read_prompt
-from headrace.step_messages import read_error, write_error
 from headrace_predictor.engine.interface import (
     EngineLimits,
     EngineLoad,

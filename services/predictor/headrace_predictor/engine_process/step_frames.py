@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from headrace.errors import HeadraceError
+from headrace.frames import write_error
 from headrace.oip.prompt_scores import PromptLogprobs
-from headrace.step_messages import write_error
 from headrace_predictor.engine.interface import Logprobs, Timeline, Usage
 from headrace_predictor.engine.state.slot import Reader
 from headrace_protos import engine_pb2, headrace_pb2, steps_pb2

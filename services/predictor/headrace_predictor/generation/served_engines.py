@@ -15,7 +15,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from headrace.telemetry.identity import MODEL
-from headrace.telemetry.picking import PickableLoad
+from headrace.telemetry.page import PickableLoad
 from headrace_predictor.engine.interface import Engine, EngineLoad
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.models.served_model import ServedModel

@@ -18,8 +18,7 @@ from headrace.errors import (
     NotImplementedMethodError,
     RequestFailedError,
 )
-from headrace.frames import FrameConnection
-from headrace.step_messages import error_named, write_error
+from headrace.frames import FrameConnection, error_named, write_error
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.generation.requests import complete

@@ -1,14 +1,21 @@
-"""`headrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
+"""`headrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request.
 
+Beside it `headrace.v1.Development`, which kills the predictor that generates for a request: for demonstrations, and
+only if the settings allow it. It asks the replicas in turn, each by its own address, and stops at the first that has
+the request and so kills itself. Several replicas may have it (several choices, a hedged request); the others continue.
+"""
+
+import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import islice
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
+from headrace.errors import HeadraceError, NotFoundError
 from headrace.rpc import Context
-from headrace.rpc.server.call_context import CallContext, call_context, check_request_id
+from headrace.rpc.server.call_context import DEVELOPMENT, CallContext, call_context, check_development, check_request_id
 from headrace.rpc.server.rest_streams import errors_in_band
 from headrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from headrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
@@ -19,6 +26,7 @@ from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop_count
 from headrace_transformer.generation.resume_ids import ResumeIds, identity_of
+from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _TTFT_MS = "x-ttft-ms"
@@ -142,3 +150,23 @@ def _response(chunk: TextChunk, resume_id: str) -> pb.GenerateResponse:
         response.finish_reason = chunk.end.reason
         response.usage.CopyFrom(chunk.end.usage)
     return response
+
+
+_TIMEOUT_S = 2.0  # Of all replicas together.
+
+
+class DevelopmentServicer(headrace_pb2_grpc.DevelopmentServicer):
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    async def KillPredictor(self, request: pb.KillPredictorRequest, context: Context) -> pb.KillPredictorResponse:
+        check_development(context)
+        channels, ends_at = await self._replicas.channels(), time.monotonic() + _TIMEOUT_S
+        for index, channel in enumerate(channels):
+            # One that does not answer has none, and leaves time for those after it.
+            timeout_s = (ends_at - time.monotonic()) / (len(channels) - index)
+            predictor = headrace_pb2_grpc.PredictorDevelopmentStub(channel)
+            with suppress(HeadraceError):
+                await predictor.Kill(request, timeout=timeout_s, metadata=(DEVELOPMENT,))
+                return pb.KillPredictorResponse()
+        raise NotFoundError(f"no predictor generates for the request {request.request_id!r}")

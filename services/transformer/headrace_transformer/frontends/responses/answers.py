@@ -13,7 +13,7 @@ from google.api.httpbody_pb2 import HttpBody
 from headrace.errors import HeadraceError
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.frontends.http import EVENTS, json_body, named_event
-from headrace_transformer.frontends.openai.token_scores import token_scores
+from headrace_transformer.frontends.openai.answers import token_scores
 from headrace_transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.tools import flat_tool, written_choice

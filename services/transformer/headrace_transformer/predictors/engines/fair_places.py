@@ -25,8 +25,7 @@ class FairPlaces:
     def __init__(self) -> None:
         self.limit = 0
         self._running: Counter[str] = Counter()
-        self._weights: dict[str, float] = {}
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}  # Weights and turns by client.
 
     @property
     def waiting(self) -> int:
@@ -35,34 +34,35 @@ class FairPlaces:
 
     async def take(self, client: str, weight: float) -> ExitStack:
         """A place for a request, once there is one, until it is closed; raises OverloadedError where too many wait."""
-        if self._running.total() >= (self.limit or inf) or self._waiting:
-            if self.waiting >= _MAX_WAITING:
-                raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
-            self._weights[client] = weight or 1.0
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(client, deque()).append(turn)
-            self.serve()
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._forget(client, turn)
-                if turn.done() and not turn.cancelled():
-                    self.give_back(client)
-                else:
-                    self._clean_up(client)
-                raise
+        if self._waiting or not self._has_room():
+            await self._wait(client, weight or 1.0)
         else:
-            self._weights[client] = weight or 1.0
             self._running[client] += 1
         place = ExitStack()
         place.callback(self.give_back, client)
         return place
 
+    async def _wait(self, client: str, weight: float) -> None:
+        if self.waiting >= _MAX_WAITING:
+            raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((weight, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back(client)
+            elif left := [one for one in self._waiting.get(client, ()) if one[1] is not turn]:
+                self._waiting[client] = deque(left)
+            else:
+                self._waiting.pop(client, None)
+            raise
+
     def serve(self) -> None:
         """Gives free places to those that wait."""
-        while self._waiting and self._running.total() < (self.limit or inf):
-            client = min(self._waiting, key=lambda name: self._running[name] / self._weights[name])
-            turn = self._waiting[client].popleft()
+        while self._waiting and self._has_room():
+            client = min(self._waiting, key=lambda name: self._running[name] / self._waiting[name][0][0])
+            _, turn = self._waiting[client].popleft()
             if not self._waiting[client]:
                 del self._waiting[client]
             if not turn.done():
@@ -71,18 +71,9 @@ class FairPlaces:
 
     def give_back(self, client: str) -> None:
         self._running[client] -= 1
-        self._clean_up(client)
-        self.serve()
-
-    def _clean_up(self, client: str) -> None:
         if not self._running[client]:
             del self._running[client]
-            if client not in self._waiting:
-                self._weights.pop(client, None)
+        self.serve()
 
-    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(client)
-        if turns is not None and turn in turns:
-            turns.remove(turn)
-            if not turns:
-                del self._waiting[client]
+    def _has_room(self) -> bool:
+        return self._running.total() < (self.limit or inf)

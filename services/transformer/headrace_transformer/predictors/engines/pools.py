@@ -23,7 +23,7 @@ from headrace.models.engine_sources import EngineSource
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
-from headrace.telemetry.picking import PickableLoad
+from headrace.telemetry.page import PickableLoad
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import PredictorModel
 from headrace_transformer.predictors.discovery.replicas import LOADING, READY, ModelState

@@ -11,10 +11,10 @@ from typing import Protocol
 from grpc import StatusCode
 
 from headrace.errors import HeadraceError
+from headrace.frames import read_error
 from headrace.oip.prompt_scores import reader_of
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
-from headrace.step_messages import read_error
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk

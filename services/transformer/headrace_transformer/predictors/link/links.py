@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from headrace.errors import NotReadyError, OtherWeightsError
-from headrace.telemetry.picking import PickableLoad
+from headrace.telemetry.page import PickableLoad
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.resolver import Resolver
 from headrace_transformer.predictors.link.link import PredictorLink

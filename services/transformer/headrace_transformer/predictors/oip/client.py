@@ -21,10 +21,10 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace.oip.stream_infer import JOINS_ANSWERS, separate
-from headrace.oip.wire_fields import fields
 from headrace.payload.call import RECORDED
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
 from headrace.rpc.client.interceptors import ClientSpan
+from headrace.rpc.limits.wire_limits import fields
 from headrace.rpc.server.listeners import READY
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from headrace_transformer.predictors.oip.oip_call import ERRORS_AS_STATUS, predictor_answers
