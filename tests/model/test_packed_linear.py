@@ -35,6 +35,20 @@ def test_a_row_gets_the_same_bits_in_every_batch(dtype, width):
                     assert torch.equal(compute(x[:, part], other[:, part].contiguous()), whole[:, part])
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (1000, 64), (3000, 130), (3000, 16)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_few_rows_have_the_bits_of_onednn(inputs, outputs, bias):
+    layer = nn.Linear(inputs, outputs, bias)
+    with torch.inference_mode():
+        packed = PackedLinear(layer.weight, layer.bias)
+        x = torch.randn(2, 10, inputs)
+        whole = packed(x)
+        torch.testing.assert_close(whole, layer(x), atol=1e-4, rtol=1e-4)
+        for rows in range(1, 10):
+            assert torch.equal(packed(x[:, :rows]), whole[:, :rows])
+    assert packed._few_rows or torch.get_num_threads() > 1 or not torch.cpu.get_capabilities().get("avx512_f")
+
+
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_a_product_is_fused_with_the_operation_after_it(dtype):
     generator = torch.Generator().manual_seed(1)

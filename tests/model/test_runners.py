@@ -14,6 +14,7 @@ from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunn
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.shortened import shorten
 from headrace_predictor.engine.runners.states import Slots, key_layers, state_bytes
 from headrace_predictor.settings import PredictorSettings
 from tests.model.step_loop import Loop, make_requests
@@ -264,8 +265,9 @@ def test_a_row_has_the_same_logits_in_every_crowd(name):
         loop = loop_of(name, step_tokens=1000)
         with torch.inference_mode():
             pack_called(loop.model, loop.runner.probe)
+            shorten(loop.model)
             if name in SEQ2SEQ:
-                loop.runner.shorten()
+                loop.runner.drop_biases()
             for index in crowd:
                 loop.add(prompts[index], 8, [9] * 3)
             loop.run(loop.scheduler.schedule(1000))

@@ -14,7 +14,7 @@ import numba
 from numba.core import config
 from numba.core.caching import UserProvidedCacheLocator
 
-from headrace_predictor.engine.cpu.packed_linear import HAS_TILES
+from headrace_predictor.engine.cpu.tiles import HAS_TILES
 
 # Without Python's checks: callers construct the shapes, so no exception can occur. Without contraction or another order
 # of sums, results are the same on every machine.

@@ -94,10 +94,10 @@ class Attention:
 class RmsNorm:
     """Divides rows, float32 or bfloat16, by their root mean square, and multiplies by a weight, as `LlamaRMSNorm`."""
 
-    def __init__(self, norm: Any) -> None:
-        """Takes the weight [n] and the epsilon of a norm of transformers."""
-        self._weight = array_of(norm.weight.detach())
-        self._epsilon = np.float32(norm.variance_epsilon)
+    def __init__(self, norm: Any, offset: float = 0.0) -> None:
+        """Takes the weight [n], to which `offset` is added, and the epsilon of a norm of transformers."""
+        self._weight = array_of(norm.weight.detach() + offset)
+        self._epsilon = np.float32(getattr(norm, "variance_epsilon", None) or norm.eps)
 
     def __call__(self, x: Tensor, output: Buffer) -> Tensor:
         """Writes the norm of x [rows, n] to an output of its shape and dtype."""

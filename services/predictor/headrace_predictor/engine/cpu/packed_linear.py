@@ -7,23 +7,28 @@ single row with wide inputs: if a test at load finds it, a second row is added t
 more than 32 rows of 512 inputs or more (seen with oneDNN of torch 2.13): they are computed in slices, which takes about
 twice as long for 256 rows.
 
+On one thread a few rows of float32 have a product of ours, in less time, where it has the same bits (panels.py).
+
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from headrace_predictor.engine.cpu.tiles import HAS_TILES
+
 _ROWS = 32  # The packing is optimised for this number of rows, the size of a slice; others work as well.
 _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
+_TRIAL_OUTPUTS = 256  # So that sums in another order differ.
+_SECTIONS = (512, 1024)  # Inputs whose products oneDNN adds before it adds the sum to others.
 _DTYPES = (torch.float32, torch.bfloat16)
 _LINEAR = (nn.Linear, Conv1D)
-# Whether the system lets this process, and those that it forks, multiply matrices of bfloat16 by the tiles of AMX.
-HAS_TILES: bool = torch.cpu._init_amx()
 
 
 class WeightKind(NamedTuple):
@@ -45,6 +50,8 @@ class PackedLinear(nn.Module):
         self.weight = WeightKind(weight.dtype, weight.device)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
+        self._few_rows: Callable[[Tensor], Tensor] | None = None
+        self._few_numbers = 0  # The numbers in so many rows, at most.
         is_half = weight.dtype == torch.bfloat16
         self._is_sliced = is_half and HAS_TILES and weight.shape[1] >= _SLICED_INPUTS
         rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if is_half else 2
@@ -52,6 +59,8 @@ class PackedLinear(nn.Module):
         self._needs_two_rows = any(
             not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.tensor_split(rows // 2)
         )
+        if weight.dtype == torch.float32 and torch.get_num_threads() == 1:
+            self._find_few_rows(weight.shape)
 
     @classmethod
     def of(cls, *linears: nn.Linear) -> "PackedLinear":
@@ -62,6 +71,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         """`activation`: "none", or "relu", or "swish"."""
+        if self._few_rows and x.numel() <= self._few_numbers and activation == "none" and x.dtype == torch.float32:
+            return self._few_rows(x)
         if self._is_lone_row(x):
             return self._product(_twice(x), activation)[..., :1, :]
         return self._product(x, activation)
@@ -73,6 +84,23 @@ class PackedLinear(nn.Module):
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """The output times `other` [..., out]."""
         return self._combined(x, other, "mul")
+
+    def _find_few_rows(self, shape: torch.Size) -> None:
+        """Sets a product of a few rows that takes less time, if one has the bits of oneDNN's."""
+        try:
+            from headrace_predictor.engine.cpu.panels import MOST_ROWS, PanelProduct
+        except ImportError:  # Numba is optional.
+            return
+        address, size = torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
+        rows = MOST_ROWS + min(_TRIAL_OUTPUTS // shape[0], _TRIAL_ROWS)
+        trial = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(0))
+        expected = self._product(trial)
+        for section in _SECTIONS:
+            with suppress(ValueError):
+                product = PanelProduct(shape, address, size, self._bias, section)
+                if torch.equal(torch.cat([product(some) for some in torch.split(trial, MOST_ROWS)]), expected):
+                    self._few_rows, self._few_numbers = product, MOST_ROWS * shape[1]
+                    return
 
     def _is_lone_row(self, x: Tensor) -> bool:
         return self._needs_two_rows and x.numel() == x.shape[-1]
@@ -86,7 +114,7 @@ class PackedLinear(nn.Module):
         return combine(x, other, self._packed, self._bias, how)  # type: ignore[no-any-return]
 
     def _product(self, x: Tensor, activation: str = "none") -> Tensor:
-        compute = torch.ops.mkldnn._linear_pointwise
+        compute = torch.ops.mkldnn._linear_pointwise.default
         if self._is_sliced and _rows_of(x) > _ROWS:
             return _in_slices(lambda x: compute(x, self._packed, self._bias, activation, [], ""), x)
         return compute(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from headrace_predictor.engine.cpu.packed_linear import HAS_TILES
+from headrace_predictor.engine.cpu.tiles import HAS_TILES
 from headrace_predictor.engine.cpu.vectors import splat
 
 STEP = 32

@@ -12,7 +12,7 @@ numbers are the same to the last bit, whatever is encoded beside it.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import stated_context
@@ -95,17 +94,11 @@ class EncoderDecoderRunner(ModelRunner):
         logits = self._decode(rows, ids, ends, encoded, sampled or [0])
         return logits[: len(sampled)]
 
-    def shorten(self) -> None:
-        """Shortens what a pass of the model computes beside the products, for good."""
-        for module in [*self._model.modules()]:
+    def drop_biases(self) -> None:
+        """Lets a pass of the model compute no biases of positions, for good: `attend` has its own."""
+        for module in self._model.modules():
             if getattr(module, "is_decoder", False) and hasattr(module, "compute_bias"):
-                module.compute_bias = lambda *_, **__: self._from_encoder  # `attend` has its own.
-            for name, child in [*module.named_children()]:
-                short = _short(child)
-                if short is not None and not isinstance(module, nn.ModuleList | nn.Sequential):
-                    delattr(module, name)
-                    setattr(module, name, short)
-        self.probe()
+                module.compute_bias = lambda *_, **__: self._from_encoder
 
     def clear(self, blocks: Rows[int]) -> None:
         self._cache.clear(blocks)
@@ -245,20 +238,6 @@ class EncoderDecoderRunner(ModelRunner):
 
 def _as_they_are(_: int, keys: Tensor, values: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
     return keys, values
-
-
-def _short(module: Any) -> Callable[[Tensor], Tensor] | None:
-    """A function that gives what a module does, in less time; None if there is none."""
-    if isinstance(module, nn.Dropout):
-        return lambda x: x
-    if hasattr(module, "variance_epsilon") and kernel.takes(module.weight):
-        return partial(_normed, kernel.RmsNorm(module))
-    return None
-
-
-def _normed(norm: kernel.RmsNorm, x: Tensor) -> Tensor:
-    rows = x.flatten(0, -2)
-    return norm(rows, kernel.Buffer(rows.shape, x.dtype)).view(x.shape)
 
 
 def _tokens(heads: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from headrace_predictor.engine.runners.proof_conditions import few_layers, near_
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
+from headrace_predictor.engine.runners.shortened import shorten
 from headrace_predictor.engine.runners.states import key_layers, recurrent_states
 from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
@@ -198,11 +199,13 @@ class Proof:
         return self.finished(self._row_runner()), reason
 
     def finished(self, runner: Runner, pack: Callable[[Any, Callable[[], None]], None] | None = None) -> Runner:
-        """The runner that was chosen; its model's linear layers are quantised, or packed by `pack`."""
+        """The runner that was chosen; its model's linear layers are quantised or packed, its norms shortened."""
         if self.quantise is not None:
             self.quantise(self.model, runner.probe)
         elif pack is not None:
             pack(self.model, runner.probe)
+        if pack is not None:
+            shorten(self.model)
         return runner
 
     def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
@@ -262,7 +265,7 @@ class Proof:
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
             runner = self.finished(EncoderDecoderRunner(model, self.shape, blocks), pack_called)
-            runner.shorten()
+            runner.drop_biases()
             return runner, None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
