@@ -22,6 +22,9 @@ from headrace_transformer.frontends.openai.generation_requests import (
     choices_of,
 )
 from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumePoint
+from headrace_transformer.signing import Signer
+from headrace_transformer.text.answer_parts import CallArguments, CallStart
 from tests.support.text_chunks import text_chunk
 from tests.waiting import until
 
@@ -159,6 +162,27 @@ def test_an_event_with_only_text_equals_the_encoded_one(shape, request_of, inclu
     for _ in range(2):
         assert written.of(index, text_chunk(text, [1])) == expected
     assert orjson.loads(expected.removeprefix(b"data: "))["choices"][0]["index"] == index
+
+
+@pytest.mark.parametrize("stage", ["", "c"])
+def test_a_call_that_begins_with_the_answers_end_has_an_event_of_its_own(stage):
+    """OpenAI's client says that a call is complete only if the end comes after its beginning."""
+    call = [CallStart(0, "call-1", "find"), CallArguments(0, '{"a": 1}')]
+    last = text_chunk("", [1], "stop", parts=call, repeated=bool(stage), fingerprint="0" * 32)
+    point = ResumePoint("0" * 32, 1, 0, stage)
+    identity = AnswerIdentity(Signer(b"secret"), b"n" * 12, 1, b"body", point if stage else None)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "Hello."}], stream=True)
+    blocks = _Events(HEAD, request, ChatFormat(request), identity).of(0, last).decode().split("\n\n")[:-1]
+    ids, choices = [], []
+    for block in blocks:
+        first, second = block.split("\n")
+        ids.append(first.split(".")[1])
+        (choice,) = json.loads(second.removeprefix("data: "))["choices"]
+        choices.append((choice["finish_reason"], choice["delta"].keys() & {"tool_calls"}))
+    assert list(zip(ids, choices, strict=True)) == [
+        *([("1c", (None, {"tool_calls"}))] if not stage else []),  # Whoever has the call gets the end alone.
+        ("1f", ("tool_calls", set())),
+    ]
 
 
 def test_no_event_has_a_character_that_ends_a_line_elsewhere():

@@ -7,8 +7,8 @@ and their checksum. The transformer computes the answer again and sends what fol
 An id is `<base64url of nonce, creation time, fingerprint, signature>.<tokens>[f|u].<checksum>.<age>.<signature>`. Seed
 and id of the answer derive from the nonce. A request with an `Idempotency-Key` has its nonce from key, client and body;
 others draw it. The first signature binds the first part to client and body, the second one binds the age to the first
-part, so that nobody invents or renews an id. `f` means that the event had the finish reason, `u` the usage at the end;
-the age is the event's, in seconds since the creation.
+part, so that nobody invents or renews an id. `c` means that all but the finish reason has been sent, `f` that the event
+had it, `u` the usage at the end; the age is the event's, in seconds since the creation.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ MAX_AGE_S = 300
 _MAX_KEY = 255  # Characters.
 _NONCE_BYTES = 12
 _HEAD = struct.Struct(f">{_NONCE_BYTES}sI16s8s")
-_ID = re.compile(r"([\w-]{54})\.(\d{1,9})([fu]?)\.([0-9a-f]{8})\.(\d{1,9})\.([0-9a-f]{16})", re.ASCII)
+_ID = re.compile(r"([\w-]{54})\.(\d{1,9})([cfu]?)\.([0-9a-f]{8})\.(\d{1,9})\.([0-9a-f]{16})", re.ASCII)
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")  # A predictor of ours reports such a one.
 _HASHED_AT_ONCE = 256 * 1024  # Bytes; hashing more on the event loop would delay other requests.
 
-Stage = Literal["", "f", "u"]
+Stage = Literal["", "c", "f", "u"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace_transformer.frontends.http import EVENTS, event, event_json, json_body
-from headrace_transformer.frontends.openai.answers import Format, usage_of
+from headrace_transformer.frontends.openai.answers import Format, has_call, usage_of
 from headrace_transformer.frontends.openai.generation_requests import GenerationRequest, choice_seed
 from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
@@ -94,9 +94,10 @@ class _Events:
         self._n = request.n
         self._ids = None if identity is None else ResumeIds(identity)
         resume = None if identity is None else identity.resume
+        self._stage: Stage = "" if resume is None else resume.stage
         # With include_usage every event has the field; the last one fills it.
         self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        self._ends_with_usage = request.include_usage and (resume is None or resume.stage != "u")
+        self._ends_with_usage = request.include_usage and self._stage != "u"
         self._counts = request.continuous_usage
         self._returns_ids = request.return_token_ids
         self._latest: dict[int, TextChunk] = {}  # By choice.
@@ -125,15 +126,23 @@ class _Events:
         if not (is_first or reports_tokens or chunk.parts or chunk.end):
             return b""
         choice = self._shape.chunk(index, chunk, is_first)
-        if tokens.repeated:
+        lacks_end = chunk.end is not None and self._stage == "c"
+        if tokens.repeated and not lacks_end:
             return b""
         if self._counts:
             prompt, completion = len(chunk.origin.prompt_ids), self._tokens[index]  # Until now, as vLLM writes it.
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             self._usage["usage"] = counts
-        line = self._line("" if chunk.end is None else "f")
         beside = self._shape.beside(chunk) if is_first else {}
-        return line + event(self._head | {"choices": [choice]} | self._usage | beside)
+        written = b""
+        if lacks_end or (chunk.end is not None and has_call(chunk.parts)):
+            # OpenAI's client misses the end of a call that begins in the event of the answer's end.
+            begun, choice = self._shape.before_end(choice)
+            if not lacks_end:
+                written = self._line("c") + event(self._head | {"choices": [begun]} | self._usage | beside)
+            beside = {}
+        line = self._line("" if chunk.end is None else "f")
+        return written + line + event(self._head | {"choices": [choice]} | self._usage | beside)
 
     def end(self) -> bytes:
         """What follows the last event of a choice."""
