@@ -23,7 +23,7 @@ from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
 from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_grouped
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, HALF, PANEL
-from headrace_predictor.engine.cpu.pairs import product_type
+from headrace_predictor.engine.cpu.pairs import TILES_ROWS, product_type
 from headrace_predictor.engine.cpu.products import is_int4, multiply, rows_at_once
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
 
@@ -60,8 +60,9 @@ MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of th
 
 _FEW_TOKENS, _ROWS_OF_CHUNK = 16, 32  # More tokens are prepared by so many in a chunk.
 _TOKENS_OF_CHUNK, _MOST_TOKENS = 64, 256  # Of a product: the second where threads have panels of their own.
-ROW_GAP = 64  # Bytes between rows of bfloat16: at a multiple of 4096 they would share a few lines of the cache.
-_BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
+ROW_GAP = 64  # Bytes between rows of inputs: at a multiple of 4096 they would share a few lines of the cache.
+# The part of a panel that stays in a cache while rows are computed: in the second one for few rows, else in the first.
+_BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 16, 1 << 15
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_OF_THREAD = 2
 _PANELS_OF_THREAD = 8
@@ -242,7 +243,7 @@ def convert_inputs(token: Any, row: Any, product: Any, parameters: Any, marker: 
     convert_row(
         marker,
         row,
-        array_at(parameters[INPUTS] + token * inputs, (inputs,), _B),
+        array_at(parameters[INPUTS] + token * inputs, (inputs - ROW_GAP,), _B),
         array_at(parameters[SCALES] + token * blocks * 4, (blocks,), _F),
         array_at(parameters[SUMS] + token * sums, (sums // 4,), _I),
     )
@@ -252,7 +253,7 @@ def convert_inputs(token: Any, row: Any, product: Any, parameters: Any, marker: 
 def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
     has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
-    inputs = product[BLOCKS] * _block_bytes(marker) + (ROW_GAP if is_bf16(marker) else 0)
+    inputs = product[BLOCKS] * _block_bytes(marker) + ROW_GAP
     return inputs, product[BLOCKS] * 4 * (BLOCK // HALF if is_grouped(marker) else BLOCK // GROUP if has_groups else 1)
 
 
@@ -300,7 +301,8 @@ def multiply_panels(
         if is_grouped(marker):
             entry = array_at(product[WEIGHTS] + p * 3 * 8, (3,), _L)
             at, kind, block_bytes = entry[0], entry[1], entry[2]
-        for block in range(0, blocks, _BLOCKS_AT_ONCE):
+        at_once = max(1, _BYTES_AT_ONCE // block_bytes) if end - first > TILES_ROWS else _BLOCKS_AT_ONCE
+        for block in range(0, blocks, at_once):
             for token in range(first, end, rows):
                 multiply(
                     marker,
@@ -312,7 +314,7 @@ def multiply_panels(
                     parameters[SCALES] + (token * blocks + block) * 4,
                     parameters[SUMS] + token * sums + block * (sums // blocks),
                     sums,
-                    min(_BLOCKS_AT_ONCE, blocks - block),
+                    min(at_once, blocks - block),
                     results.ctypes.data + ((p - panel) * (end - first) + token - first) * PANEL * 4,
                 )
     for p in range(panel, panels):

@@ -105,7 +105,7 @@ class IntegerLinear(nn.Module):
         out = torch.empty(tokens, self.packed.outputs)
         memory = {
             decode.PACKED: out,
-            decode.INPUTS: torch.empty(tokens, blocks * BLOCK, dtype=torch.uint8),
+            decode.INPUTS: torch.empty(tokens, blocks * BLOCK + decode.ROW_GAP, dtype=torch.uint8),
             decode.SCALES: torch.empty(tokens, blocks),
             decode.SUMS: torch.empty(tokens, blocks * BLOCK // GROUP, dtype=torch.int32),
         }

@@ -10,7 +10,6 @@ A tile of AMX is 16 rows of 64 bytes. Each call configures the tiles of its thre
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -27,6 +26,7 @@ PANEL_COLUMNS = 32  # Of `write_products` and `add_products`.
 _LANES = 16
 _TILE = 16  # Rows of a tile.
 TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
+AHEAD = 256  # Bytes that a step fetches of the weights to come: so many for 256 rows are all of these.
 
 _SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
 _POINTER = _BYTE.as_pointer()
@@ -145,10 +145,9 @@ def _products(is_new: bool) -> Any:
                 with cgutils.for_range_slice(builder, _SIZE(0), panels, _SIZE(1), _SIZE) as (panel, _):
                     own = right.at(builder, builder.mul(panel, halves))
                     target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
-                    add_tiles(builder, tiles, 2, steps, left.at(builder, row), own, target, is_new)
+                    add_tiles(builder, tiles, 2, steps, left.at(builder, row), own, target, is_new=is_new)
 
-            with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(TILES_ROWS), _SIZE) as (row, _):
-                with_tiles(builder, builder.sub(count, row), partial(add, row))
+            with_tiles(builder, count, add)
             return context.get_dummy_value()
 
         return types.void(weights, pairs, sums), generate
@@ -161,26 +160,31 @@ def _products(is_new: bool) -> Any:
 write_products, add_products = _products(is_new=True), _products(is_new=False)
 
 
-def with_tiles(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
-    """Emits code for the first of so many rows: for two tiles of rows or for one, which `emit` gets."""
+def with_tiles(builder: Any, rows: Any, emit: Callable[[Any, int], None]) -> None:
+    """Emits code for so many rows, TILES_ROWS at once: `emit` gets the first row and the number of its tiles."""
     whole = _SIZE(_TILE)
-    has_two = builder.icmp_unsigned(">", rows, whole)
-    rest = builder.sub(rows, whole)
-    rest = builder.select(builder.icmp_unsigned(">", rest, whole), whole, rest)
-    first, upper, other = (builder.select(has_two, *pair) for pair in ((whole, rows), (rest, rows), (rest, whole)))
     memory = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 64)), _POINTER)
-    cgutils.memset(builder, memory, _SIZE(64), 0)
-    builder.store(_BYTE(1), memory)  # The palette.
-    # Sums 0 to 3; weights 4 and, of two tiles, 5; pairs up to 7.
-    for tile, own in enumerate((first, first, upper, upper, first, other, whole, whole)):
-        builder.store(_BYTE(64), builder.gep(memory, [_SIZE(16 + 2 * tile)]))
-        builder.store(builder.trunc(own, _BYTE), builder.gep(memory, [_SIZE(48 + tile)]))
-    _call(builder, "llvm.x86.ldtilecfg", memory)
-    with builder.if_else(has_two) as (two, one):
-        with two:
-            emit(2)
-        with one:
-            emit(1)
+    with cgutils.for_range_slice(builder, _SIZE(0), rows, _SIZE(TILES_ROWS), _SIZE) as (row, _):
+        left = builder.sub(rows, row)
+        has_two = builder.icmp_unsigned(">", left, whole)
+        is_full = builder.icmp_unsigned(">=", left, _SIZE(TILES_ROWS))
+        with builder.if_then(builder.or_(builder.icmp_unsigned("==", row, _SIZE(0)), builder.not_(is_full))):
+            rest = builder.select(is_full, whole, builder.sub(left, whole))
+            first, upper, other = (
+                builder.select(has_two, *pair) for pair in ((whole, left), (rest, left), (rest, whole))
+            )
+            cgutils.memset(builder, memory, _SIZE(64), 0)
+            builder.store(_BYTE(1), memory)  # The palette.
+            # Sums 0 to 3; weights 4 and, of two tiles, 5; pairs up to 7.
+            for tile, own in enumerate((first, first, upper, upper, first, other, whole, whole)):
+                builder.store(_BYTE(64), builder.gep(memory, [_SIZE(16 + 2 * tile)]))
+                builder.store(builder.trunc(own, _BYTE), builder.gep(memory, [_SIZE(48 + tile)]))
+            _call(builder, "llvm.x86.ldtilecfg", memory)
+        with builder.if_else(has_two) as (two, one):
+            with two:
+                emit(row, 2)
+            with one:
+                emit(row, 1)
     _call(builder, "llvm.x86.tilerelease")
 
 
@@ -192,12 +196,15 @@ def add_tiles(
     left: Rows,
     right: Rows,
     out: Rows,
+    *,
+    ahead: Any = None,
     is_new: bool = False,
     instruction: str = "tdpbf16ps",
 ) -> None:
     """Emits the code for `tiles` times `across` tiles of sums, four at most, over `steps` times STEP rows.
 
     By `tdpbsud` products of bytes, signed on the left and unsigned on the right in fours, over twice as many rows.
+    Each step fetches AHEAD bytes from an address `ahead` on.
     """
     sums = {
         (i, j): (_BYTE(2 * i + j), out.at(builder, _SIZE(_TILE * i), 64 * j))
@@ -210,6 +217,10 @@ def add_tiles(
         else:
             _load_tile(builder, tile, place)
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
+        for line in () if ahead is None else range(0, AHEAD, 64):
+            place = builder.add(builder.add(ahead, builder.mul(step, _SIZE(AHEAD))), _SIZE(line))
+            flags = (_WORD(0), _WORD(2), _WORD(1))  # To read data, to the second cache.
+            _call(builder, "llvm.prefetch.p0i8", builder.inttoptr(place, _POINTER), *flags)
         for i in range(tiles):
             own = left.at(builder, _SIZE(_TILE * i), builder.mul(step, _SIZE(2 * STEP)))
             _load_tile(builder, _BYTE(4 + i), own)

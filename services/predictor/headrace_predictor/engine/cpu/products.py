@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, GROUP_BYTES, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.pairs import (
+    AHEAD,
     FEATURES,
     HAS_BYTE_MATRICES,
     HAS_MATRICES,
@@ -62,8 +63,8 @@ def multiply(
     `weights` is an empty array of the format's type; `kind`: of grouped weights an index of KINDS, and in a model of
     4-bit weights 1 if this product has 8.
     Addresses: `at` of a panel's first block, `inputs` of the first row, `scales` float32 and `sums` int32 of its first
-    block; `stride` and `sums_stride` are the bytes from one row to the next, of inputs (a row's scales are BLOCK times
-    less of int8 inputs) and of sums.
+    block; `stride` and `sums_stride` are the bytes from one row to the next, of inputs (an int8 row has a scale for
+    each BLOCK of them, but none for a rest) and of sums.
     """
     emitters: dict[Any, list[Callable[..., None]]] = {
         types.uint8: [_bits_8],
@@ -96,7 +97,7 @@ def rows_at_once(typing_context: Any, weights: Any) -> Any:
     """How many rows `multiply` takes at most, for an empty array of the format's type."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _SIZE(TILES_ROWS if _has_tiles(weights.dtype) else ROWS)
+        return _SIZE(1 << 30 if _has_tiles(weights.dtype) else ROWS)
 
     return types.int64(weights), generate
 
@@ -135,14 +136,17 @@ def _tile(
     for place, total in zip(places, flat, strict=True):
         builder.store(_load(builder, place, 0, _FLOATS, 4), total)
     own = [builder.add(inputs, builder.mul(stride, _SIZE(r))) for r in range(rows)]
-    own_scales = [
-        builder.add(scales, builder.mul(builder.udiv(stride, _SIZE(BLOCK // 4)), _SIZE(r))) for r in range(rows)
-    ]
+    scales_stride = _scales_stride(builder, stride)
+    own_scales = [builder.add(scales, builder.mul(scales_stride, _SIZE(r))) for r in range(rows)]
     own_sums = [builder.add(sums, builder.mul(sums_stride, _SIZE(r))) for r in range(rows)]
     with cgutils.for_range_slice(builder, _SIZE(0), blocks, _SIZE(1), _SIZE) as (block, _):
         emit(builder, at, own, own_scales, own_sums, block, totals)
     for place, total in zip(places, flat, strict=True):
         builder.store(builder.load(total), _pointer(builder, place, 0, _FLOATS), align=4)
+
+
+def _scales_stride(builder: Any, stride: Any) -> Any:
+    return builder.mul(builder.udiv(stride, _SIZE(BLOCK)), _SIZE(4))
 
 
 def _bfloat16(builder: Any, count: Any, blocks: Any, inputs: Rows, at: Any, out: Any) -> None:
@@ -154,40 +158,82 @@ def _bfloat16(builder: Any, count: Any, blocks: Any, inputs: Rows, at: Any, out:
                 add_vectors(builder, n, _VECTORS, steps, inputs, weights, target)
         return
 
-    with_tiles(builder, count, lambda tiles: _add_panel(builder, tiles, steps, inputs, weights, target))
+    def add(row: Any, tiles: int) -> None:
+        ahead = _ahead(builder, at, blocks, 4 * PANEL * BLOCK // 2, row, steps)
+        own, out = inputs.at(builder, row), target.at(builder, row)
+        _add_panel(builder, tiles, steps, own, weights, out, ahead, builder.mul(steps, _SIZE(AHEAD)))
+
+    with_tiles(builder, count, add)
 
 
-def _add_panel(builder: Any, tiles: int, steps: Any, inputs: Rows, weights: Rows, sums: Rows, **how: Any) -> None:
-    """`add_tiles` for the columns of a panel."""
+def _ahead(builder: Any, at: Any, blocks: Any, block_bytes: int, row: Any, steps: Any) -> Any:
+    """The part that these rows fetch of the weights behind those at `at`: each of their steps fetches AHEAD bytes."""
+    columns = builder.mul(steps, _SIZE(AHEAD * 2))
+    part = builder.mul(builder.udiv(row, _SIZE(TILES_ROWS)), columns)
+    return builder.add(builder.add(at, builder.mul(blocks, _SIZE(block_bytes))), part)
+
+
+def _add_panel(
+    builder: Any,
+    tiles: int,
+    steps: Any,
+    inputs: Rows,
+    weights: Rows,
+    sums: Rows,
+    ahead: Any,
+    ahead_stride: Any,
+    **how: Any,
+) -> None:
+    """`add_tiles` for the columns of a panel; of two tiles each half fetches its part of the weights to come."""
     across = 4 // tiles  # Few rows read the weights in the order of their memory.
     for column in range(0, 4 * PANEL, 64 * across):
         right, out = (rows.at(builder, _SIZE(0), column) for rows in (weights, sums))
-        add_tiles(builder, tiles, across, steps, inputs, right, out, **how)
+        own = builder.add(ahead, ahead_stride) if column else ahead
+        add_tiles(builder, tiles, across, steps, inputs, right, out, ahead=own if tiles > 1 else None, **how)
 
 
 def _bits_8_by_tiles(
     builder: Any, count: Any, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any, sums_stride: Any, *rest: Any
 ) -> None:
-    """The sums of `_bits_8`, bit by bit, for up to TILES_ROWS rows."""
+    """The sums of `_bits_8`, bit by bit, for any number of rows."""
     blocks, out = rest
     memory = cgutils.alloca_once(builder, ir.ArrayType(_INTS, _VECTORS * TILES_ROWS))
     exact = Rows(builder.ptrtoint(memory, _SIZE), _SIZE(4 * PANEL))
-    own_scales, own_sums = Rows(scales, builder.udiv(stride, _SIZE(BLOCK // 4))), Rows(sums, sums_stride)
+    own_scales, own_sums = Rows(scales, _scales_stride(builder, stride)), Rows(sums, sums_stride)
 
-    def add(tiles: int) -> None:
+    def add(first: Any, tiles: int) -> None:
+        steps = _SIZE(BLOCK // (2 * STEP))
+        all_steps = builder.mul(blocks, steps)
+        ahead = _ahead(builder, at, blocks, PANEL * BLOCK, first, all_steps)
+        left_rows = builder.sub(count, first)
+        most = _SIZE(TILES_ROWS)
+        many = builder.select(builder.icmp_unsigned("<", left_rows, most), left_rows, most)
+        own_out = Rows(out, exact.stride).at(builder, first)
         with cgutils.for_range_slice(builder, _SIZE(0), blocks, _SIZE(1), _SIZE) as (block, _):
-            left = Rows(inputs, stride).at(builder, _SIZE(0), builder.mul(block, _SIZE(BLOCK)))
+            left = Rows(inputs, stride).at(builder, first, builder.mul(block, _SIZE(BLOCK)))
             right = Rows(at, _SIZE(4 * PANEL)).at(builder, builder.mul(block, _SIZE(BLOCK // 4)))
-            steps = _SIZE(BLOCK // (2 * STEP))
-            _add_panel(builder, tiles, steps, left, right, exact, is_new=True, instruction="tdpbsud")
-            with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(1), _SIZE) as (row, _):
+            fetched = builder.add(ahead, builder.mul(block, _SIZE(AHEAD * BLOCK // (2 * STEP))))
+            _add_panel(
+                builder,
+                tiles,
+                steps,
+                left,
+                right,
+                exact,
+                fetched,
+                builder.mul(all_steps, _SIZE(AHEAD)),
+                is_new=True,
+                instruction="tdpbsud",
+            )
+            with cgutils.for_range_slice(builder, _SIZE(0), many, _SIZE(1), _SIZE) as (row, _):
                 place = builder.mul(block, _SIZE(4))
-                start = _load(builder, own_sums.at(builder, row, place).address, 0, _WORD, 4)
-                scale = _load(builder, own_scales.at(builder, row, place).address, 0, _FLOAT, 4)
+                token = builder.add(first, row)
+                start = _load(builder, own_sums.at(builder, token, place).address, 0, _WORD, 4)
+                scale = _load(builder, own_scales.at(builder, token, place).address, 0, _FLOAT, 4)
                 start, scale = splat(builder, start, _LANES), splat(builder, scale, _LANES)
                 for offset in range(0, 4 * PANEL, _LINE):
                     number = _load(builder, exact.at(builder, row).address, offset, _INTS, 4)
-                    total = _pointer(builder, Rows(out, exact.stride).at(builder, row).address, offset, _FLOATS)
+                    total = _pointer(builder, own_out.at(builder, row).address, offset, _FLOATS)
                     scaled = builder.fmul(builder.sitofp(builder.add(number, start), _FLOATS), scale)
                     builder.store(builder.fadd(builder.load(total, align=4), scaled), total, align=4)
 
