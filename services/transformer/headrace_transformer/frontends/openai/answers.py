@@ -110,7 +110,7 @@ class Format(ABC):
     def before_end(self, choice: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A streamed choice that ends as two, the second of which is the end alone."""
         begun = choice | {"finish_reason": None, "stop_reason": None}
-        ids = {"token_ids": []} if self._returns_ids else {}
+        ids: dict[str, Any] = {"token_ids": []} if self._returns_ids else {}
         return begun, choice | {"delta": {}, "logprobs": None} | ids
 
     def _prompt_ids(self, chunk: TextChunk) -> dict[str, Any]:
