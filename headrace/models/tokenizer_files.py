@@ -123,8 +123,8 @@ def _read(path: Path, contents: bytes) -> Tokenizer:
 
 def _of_ids(config: Mapping[str, Any]) -> list[AddedToken]:
     """The tokens of `added_tokens_decoder`, whose flags have priority over those in tokenizer.json."""
-    by_id = {int(index): token for index, token in (config.get("added_tokens_decoder") or {}).items()}
-    return [_token(by_id[index], is_special=False) for index in sorted(by_id)]
+    by_id = config.get("added_tokens_decoder") or {}
+    return [_token(by_id[index], is_special=False) for index in sorted(by_id, key=lambda index: (len(index), index))]
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:
