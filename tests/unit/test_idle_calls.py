@@ -166,3 +166,18 @@ async def test_a_busy_machine_believes_longer_that_messages_arrive(monkeypatch):
     await until(lambda: calls._looked != looked)
     assert not ended(waiting)
     await until(lambda: ended(waiting))
+
+
+async def test_messages_that_arrive_slowly_are_believed_to_go_on(monkeypatch):
+    resident, calls = growing(monkeypatch)
+    waiting = opened(calls, "alice", 4, may_be_idle=False)
+    await until(lambda: calls._least is not None)
+    await asyncio.sleep(1.2 * idle_calls._ARRIVAL_S)
+    arrived = waiting.pop(0)
+    calls.arrived(arrived)
+    calls.discard(arrived)
+    resident[0] += 400 << 20
+    looked = calls._looked
+    await until(lambda: calls._looked != looked)
+    assert not ended(waiting)
+    await until(lambda: ended(waiting))

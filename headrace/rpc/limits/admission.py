@@ -199,7 +199,9 @@ class AdmittedCall:
         if not self._requests and self in self._admission._open:
             self._admission._idle.add(self)
         try:
-            return await message
+            received = await message
+            self._admission._idle.arrived(self)
+            return received
         finally:
             self._receives = False
             if not self._watches:

@@ -30,7 +30,8 @@ from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, B
 _SWEEP_S = 1.0
 _LOOK_S = 0.05  # Of memory.
 _ARRIVAL_S = 0.5  # A message that has been arriving for a shorter time is most likely almost complete.
-# A busy machine takes longer over each message, as it does over a look: so many times as long is believed.
+# A busy machine takes longer over each message, as it does over a look: so many times as long is believed, and twice as
+# long as over the messages that have just arrived.
 _SLOWEST, _SLOWNESS_MEMORY = 8.0, 0.9
 _GROWTH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -61,7 +62,7 @@ class IdleCalls:
         self._charged = 0  # The most bytes in use since then: the allocator keeps pages of requests that ended.
         self._missing = 0  # Calls that are to end once they are old enough.
         self._evicted = 0  # Calls that ended since memory was last below its limit.
-        self._slowness = 1.0  # Of the latest looks: their distance, in multiples of what it should be.
+        self._slowness = 1.0  # Of the latest looks and messages: their time, in multiples of what it should be.
         self._looked = 0.0
 
     def __len__(self) -> int:
@@ -84,6 +85,13 @@ class IdleCalls:
 
     def discard(self, call: Waiting) -> None:
         (self._open if call.may_be_idle else self._unsent).discard(call)
+
+    def arrived(self, call: Waiting) -> None:
+        """The call's message is complete."""
+        since = self._unsent.since(call)
+        if since is not None:
+            slowness = 2 * (asyncio.get_running_loop().time() - since) / _ARRIVAL_S
+            self._slowness = min(_SLOWEST, max(self._slowness, slowness))
 
     def _all(self) -> tuple[tuple[Waiting, float], ...]:
         """Each with the time since when it waits."""
@@ -160,6 +168,9 @@ class _Kind:
 
     def items(self) -> ItemsView[Waiting, float]:
         return self._since.items()
+
+    def since(self, call: Waiting) -> float | None:
+        return self._since.get(call)
 
     def add(self, call: Waiting, now: float) -> Waiting | None:
         """Returns the call that has to end for it, if one has to."""
