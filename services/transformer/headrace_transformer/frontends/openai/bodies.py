@@ -134,15 +134,16 @@ class _Events:
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             self._usage["usage"] = counts
         beside = self._shape.beside(chunk) if is_first else {}
-        written = b""
-        if lacks_end or (chunk.end is not None and has_call(chunk.parts)):
-            # OpenAI's client misses the end of a call that begins in the event of the answer's end.
-            begun, choice = self._shape.before_end(choice)
-            if not lacks_end:
-                written = self._line("c") + event(self._head | {"choices": [begun]} | self._usage | beside)
-            beside = {}
-        line = self._line("" if chunk.end is None else "f")
-        return written + line + event(self._head | {"choices": [choice]} | self._usage | beside)
+        if chunk.end is None:
+            return self._event("", choice, beside)
+        if not (lacks_end or has_call(chunk.parts)):
+            return self._event("f", choice, beside)
+        # OpenAI's client misses the end of a call that begins in the event of the answer's end.
+        begun, end = self._shape.before_end(choice)
+        return (b"" if lacks_end else self._event("c", begun, beside)) + self._event("f", end, {})
+
+    def _event(self, stage: Stage, choice: dict[str, Any], beside: dict[str, Any]) -> bytes:
+        return self._line(stage) + event(self._head | {"choices": [choice]} | self._usage | beside)
 
     def end(self) -> bytes:
         """What follows the last event of a choice."""
