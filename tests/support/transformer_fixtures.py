@@ -76,7 +76,7 @@ async def transformer(
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = Interceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
-    servicer = InferenceServicer(inference, catalogue, router, client, predictors)
+    servicer = InferenceServicer(inference, catalogue, router, client, predictors, {})
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body(openai_error))

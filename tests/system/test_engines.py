@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import grpc
 import pytest
 import pytest_asyncio
 
+from headrace_protos.inference_pb2 import ModelStatisticsRequest
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.scripted_engine import CLOSE, END, ERROR, HALF, JUNK, NO_DONE, STALL, ScriptedEngine, answers
 from tests.system.calls import records, rest
 from tests.waiting import until
@@ -187,6 +190,28 @@ async def test_the_usage_is_counted_here(stack):
     usage = events[-1]["usage"]
     assert usage["completion_tokens"] == TOKENS
     assert usage["prompt_tokens"] < 100
+
+
+async def counts_of(stack, model):
+    """Successes and failures of the model's requests at engines, and its tokens' counts that must be equal."""
+    found = (await rest(stack.gateway, "GET", f"/v2/models/{model}/stats")).json["model_stats"]
+    (row,) = [each for each in found if each["name"] == model]
+    counted = {name: int(each.get("count", 0)) for name, each in row.get("inference_stats", {}).items()}
+    parts = {counted.get(name, 0) for name in ("success", "queue", "compute_input", "compute_infer", "compute_output")}
+    assert parts == {int(row.get("inference_count", 0))}, row
+    return counted.get("success", 0), counted.get("fail", 0)
+
+
+@pytest.mark.parametrize("body", [CHAT, PASSED], ids=["ids", "text"])
+@pytest.mark.parametrize("how", [CLOSE, HALF, ERROR, END, JUNK, NO_DONE, ""])
+async def test_each_request_at_an_engine_is_counted(stack, engines, body, how):
+    successes, failures = await counts_of(stack, body["model"])
+    fails_once(engines, TOKENS if how == NO_DONE else 5, how)
+    events_of(await asked(stack, body))
+    assert await counts_of(stack, body["model"]) == (successes + 1, failures + (how not in ("", NO_DONE)))
+    async with grpc.aio.insecure_channel(stack.gateway) as channel:
+        answer = await GRPCInferenceServiceStub(channel).ModelStatistics(ModelStatisticsRequest())
+    assert {"chat", "passed", "ids", "normalizer"} <= {row.name for row in answer.model_stats}
 
 
 async def test_a_refusal_has_the_engines_words(stack, engines):

@@ -82,7 +82,12 @@ class FakeReplicas:
 
 def servicer():
     return InferenceServicer(
-        inference=None, catalogue=None, router=FakeRouter(), predictor=None, replicas=FakeReplicas()
+        inference=None,
+        catalogue=SimpleNamespace(has_predictors=True),
+        router=FakeRouter(),
+        predictor=None,
+        replicas=FakeReplicas(),
+        pools={},
     )
 
 

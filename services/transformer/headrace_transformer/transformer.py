@@ -146,7 +146,9 @@ class Transformer:
         """The front ends that speak gRPC, and those by REST to which the gateway transcodes."""
         pipeline, bodies, router, grpc = self._pipeline, self._bodies, self._router, self._server.grpc
         requests = Inference(pipeline, router, self._predictor, self._tap, self._quota)
-        inference = InferenceServicer(requests, self._catalogue, router, self._predictor, self._replicas)
+        inference = InferenceServicer(
+            requests, self._catalogue, router, self._predictor, self._replicas, self._engines.pools
+        )
         inference.add_to_server(grpc)
         text = TextGenerationServicer(pipeline)
         add_TextGenerationServicer_to_server(text, grpc)

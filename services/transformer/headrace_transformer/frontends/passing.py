@@ -224,16 +224,14 @@ class _PassedCall:
     async def _next(self, stream: EventStream, answer: PassedAnswer) -> bytes:
         """What comes next, as events for the client; b"" where it has all of it."""
         events = await self._in_time(stream.read())
-        if not events:
-            raise HopBrokenError("the engine ended the answer before its end", hop="engine")
         pieces: list[tuple[bytes, str]] = []
         try:
             for event in events:
                 pieces.append(answer.take(event))
         except HeadraceError as error:
+            stream.fail(error)
             if not pieces:
                 raise
-            stream.fail(error)  # Once these have been read.
         if answer.is_whole():
             rest = await stream.rest()
             with suppress(HeadraceError):  # The answer is whole.

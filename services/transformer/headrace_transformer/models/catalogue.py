@@ -210,10 +210,15 @@ class Catalogue:
             if ready:
                 self._first_ready.set()
 
+    @property
+    def has_predictors(self) -> bool:
+        """Whether predictors answer; where there are no engines, they are taken to."""
+        return self._is_predictor_ready or not self._pools
+
     def can_answer(self, name: str) -> bool:
         """Whether who serves the model answers now: its engines, or a predictor."""
         pool = self._pools.get(name)
-        return self.ready and (bool(pool.ready) if pool is not None else self._is_predictor_ready or not self._pools)
+        return self.ready and (self.has_predictors if pool is None else bool(pool.ready))
 
     def notify(self) -> None:
         """Wakes waiting requests: a name may now lead to another model."""
@@ -252,7 +257,7 @@ class Catalogue:
             if name not in self._described and name not in self._describing and self._tasks is not None:
                 self._describing[name] = self._tasks.create_task(self._describe(name), name=f"describe-{name}")
         # Other models stay ready while a new one is added; while predictors are away, engines answer for themselves.
-        expected = [name for name in ready if self._is_predictor_ready or not self._pools or name in self._pools]
+        expected = [name for name in ready if self.has_predictors or name in self._pools]
         if not (self.ready or self._described.issuperset(expected)):
             return False
         if is_ready:

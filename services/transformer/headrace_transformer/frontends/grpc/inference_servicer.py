@@ -5,7 +5,7 @@ answers of relayed models pass as bytes, see `add_to_server`. The REST front end
 `infer` for the one answer to a request, `answers` for all of them as they come.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, ProcessedModel, TextModel
 from headrace_transformer.predictors.discovery.replicas import READY, Replicas
+from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from headrace_transformer.predictors.oip.oip_call import predictor_answers
 from headrace_transformer.routing.router import Router
@@ -55,6 +56,7 @@ class InferenceServicer(OpenInferenceBase):
     router: Router
     predictor: PredictorClient
     replicas: Replicas
+    pools: Mapping[str, EnginePool]  # By the names of the models at engines.
 
     def check_model(self, name: str) -> None:
         self.router.find(name)
@@ -149,20 +151,22 @@ class InferenceServicer(OpenInferenceBase):
         return answer
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """The sums of the predictors' counters; requests that were refused earlier are not included."""
-        client = _client(context)
-        if not request.name:
-            answer = await self.replicas.statistics(request)
+        """The sums of the counters of predictors, and of engines; what was refused earlier is not included."""
+        client, name, found = _client(context), request.name, pb.ModelStatisticsResponse()
+        if name:
+            client.check_model(name)
+            model = self.router.find(name, request.version)
+            name = model.processor.model if isinstance(model, ProcessedModel) else model.name
+        if name not in self.pools and (name or self.catalogue.has_predictors):
+            found = await self.replicas.statistics(pb.ModelStatisticsRequest(name=name, version=request.version))
+        found.model_stats.extend(pool.statistics for model, pool in self.pools.items() if name in ("", model))
+        if not name:
             return pb.ModelStatisticsResponse(
-                model_stats=[each for each in answer.model_stats if client.may_use(each.name)]
+                model_stats=[each for each in found.model_stats if client.may_use(each.name)]
             )
-        client.check_model(request.name)
-        model = self.router.find(request.name, request.version)
-        name = model.processor.model if isinstance(model, ProcessedModel) else model.name
-        answer = await self.replicas.statistics(pb.ModelStatisticsRequest(name=name, version=request.version))
-        for statistics in answer.model_stats:
+        for statistics in found.model_stats:
             statistics.name = request.name
-        return answer
+        return found
 
     # ------------------------------------------------------------------ the repository
 

@@ -28,6 +28,7 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace.models.engine_sources import KINDS, OTHER, TGI, EngineSource
+from headrace_protos import inference_pb2 as pb
 from headrace_transformer.predictors.resume.progress import PredictorLostError
 
 if TYPE_CHECKING:
@@ -68,12 +69,19 @@ class Engine:
     """See the module. `address` is the base of its paths, with the host as an address; `host` is its name."""
 
     def __init__(
-        self, source: EngineSource, address: str, host: str, session: aiohttp.ClientSession, silence_limit_s: float
+        self,
+        source: EngineSource,
+        address: str,
+        host: str,
+        session: aiohttp.ClientSession,
+        silence_limit_s: float,
+        statistics: pb.ModelStatistics,
     ) -> None:
         self.source = source
         self.address = address
         self.name = address.partition("://")[2].partition("/")[0]
         self.running: set[Running] = set()
+        self.statistics = statistics  # Of all engines of the model.
         self.kind = source.kind
         self.served = source.served
         self.context_length: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,6 +17,7 @@ from grpc import StatusCode
 
 from headrace.errors import HeadraceError, HopBrokenError
 from headrace.rpc.client.interceptors import ClientSpan
+from headrace_protos import inference_pb2 as pb
 from headrace_transformer.predictors.engines.engine import HOP, Engine, error_of_event
 from headrace_transformer.predictors.resume.progress import PredictorLostError
 
@@ -37,6 +39,7 @@ class EventStream:
         self._span = span
         self.ended = False
         self.heard: float | None = None
+        self._began_ns = time.monotonic_ns()
         self._request = path, body, {"traceparent": span.traceparent} if span.traceparent else {}
         self._response: aiohttp.ClientResponse | None = None
         self._scope: asyncio.Timeout | None = None
@@ -56,13 +59,12 @@ class EventStream:
         return response is not None and response.connection is None and not response.content.at_eof()
 
     async def read(self) -> list[bytes]:
-        """The data of the next events, at least one; none after the end. Raises HeadraceError."""
+        """The data of the next events, at least one; raises HeadraceError, also at the end."""
         while not self.ended:
             data = await self._piece()
+            if not data and _END.sub(b"", self._buffer):
+                raise self._failed(PredictorLostError("the engine's answer ends inside of an event", hop=HOP))
             if not data:
-                self.close()
-                if _END.sub(b"", self._buffer):
-                    raise PredictorLostError("the engine's answer ends inside of an event", hop=HOP)
                 break
             *events, self._buffer = _END.split(self._buffer + data)
             if len(self._buffer) > _MAX_EVENT:
@@ -73,7 +75,7 @@ class EventStream:
                 found.remove(DONE)
             if found:
                 return found
-        return []
+        raise self._failed(HopBrokenError("the engine ended the answer before its last token", hop=HOP))
 
     async def raw(self) -> bytes:
         """The next bytes, of an API that is not known here; empty at the end. Raises HeadraceError."""
@@ -95,12 +97,12 @@ class EventStream:
     async def rest(self) -> list[bytes]:
         """The events that follow an answer's end; what does not come at once is dropped."""
         found: list[bytes] = []
-        try:
+        with suppress(TimeoutError, HeadraceError):
             async with asyncio.timeout(_END_S):
-                while events := await self.read():
-                    found += events
-        except (TimeoutError, HeadraceError):
-            self.close()
+                while True:
+                    found += await self.read()
+        self._error = None
+        self._ended()
         return found
 
     def fail(self, error: HeadraceError) -> None:
@@ -115,9 +117,18 @@ class EventStream:
 
     def close(self) -> None:
         """Ends the request; the engine cancels what it would still generate."""
-        self.engine.running.discard(self)
-        self._span.end(StatusCode.CANCELLED)
+        status = StatusCode.OK if self.ended else StatusCode.CANCELLED
+        status = status if self._error is None else self._error.status
+        if self in self.engine.running:
+            self.engine.running.remove(self)
+            _count(self.engine.statistics, status, time.monotonic_ns() - self._began_ns)
+        self._span.end(status)
         self._close()
+
+    def _failed(self, error: HeadraceError) -> HeadraceError:
+        """What ended it: the error, unless it has failed before."""
+        self._error = self._error or error
+        return self._error
 
     def _ended(self) -> None:
         self.ended = True
@@ -143,9 +154,11 @@ class EventStream:
                     self._response = await self.engine.post(*self._request)
                 data = await self._response.content.readany()
         except TimeoutError:
-            raise self._error or PredictorLostError("the engine is silent", hop=HOP) from None
+            raise self._failed(PredictorLostError("the engine is silent", hop=HOP)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._error or PredictorLostError(f"the engine's answer breaks off: {error}", hop=HOP) from None
+            raise self._failed(PredictorLostError(f"the engine's answer breaks off: {error}", hop=HOP)) from None
+        except HeadraceError as error:
+            raise self._failed(error) from None
         finally:
             self._scope = None
         if self._error is not None:
@@ -166,6 +179,23 @@ def parsed(data: bytes) -> dict[str, Any]:
     if (error := error_of_event(value)) is not None:
         raise error
     return value
+
+
+def _count(statistics: pb.ModelStatistics, status: StatusCode, ns: int) -> None:
+    """Counts a request; one that its caller cancelled is neither a success nor a failure."""
+    durations = statistics.inference_stats
+    counted = [] if status is StatusCode.CANCELLED else [durations.fail]
+    if status is StatusCode.OK:
+        # An engine does not say how long a request waits there. Clients require the same count in all of these.
+        counted = [durations.success, durations.compute_infer, durations.queue]
+        counted += [durations.compute_input, durations.compute_output]
+        statistics.inference_count += 1
+        statistics.execution_count += 1
+    statistics.last_inference = int(time.time() * 1000)
+    for each in counted:
+        each.count += 1
+    for each in counted[:2]:
+        each.ns += ns
 
 
 def _data(event: bytes) -> bytes:

@@ -24,6 +24,7 @@ from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace.telemetry.page import PickableLoad
+from headrace_protos import inference_pb2 as pb
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import PredictorModel
 from headrace_transformer.predictors.discovery.replicas import LOADING, READY, ModelState
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_VERSION = "1"
 _LOOK_EVERY_S = 1.0
 _CONNECT_S = 10.0  # Where both are busy; an engine that is gone is noticed before.
 _KEPT_S = 4.0  # Idle connections; vLLM's server closes them after 5.
@@ -54,6 +56,7 @@ class EnginePool:
     def __init__(self, source: EngineSource, silence_limit_s: float) -> None:
         self.source = source
         self.places = FairPlaces()
+        self.statistics = pb.ModelStatistics(name=source.name, version=_VERSION)  # Since the start.
         self.token_bytes: TokenBytes | None = None  # Of the model's tokenizer, once it is here.
         self.changed = asyncio.Event()  # Set, and replaced, when an engine begins to answer, or ends.
         self._silence_limit_s = silence_limit_s
@@ -63,7 +66,7 @@ class EnginePool:
     @property
     def state(self) -> ModelState:
         """READY once an engine has answered, LOADING before."""
-        return ModelState(READY if self.ready else LOADING, "" if self.ready else "no engine answers", "1")
+        return ModelState(READY if self.ready else LOADING, "" if self.ready else "no engine answers", _VERSION)
 
     @property
     def ready(self) -> list[Engine]:
@@ -93,7 +96,7 @@ class EnginePool:
         is_here = Path(engine.folder).is_absolute() and Path(engine.folder).is_dir()
         return PredictorModel(
             name=self.source.name,
-            versions=("1",),
+            versions=(_VERSION,),
             inputs=frozenset({INPUT_IDS, OUTPUT_IDS} if takes_ids else ()),
             outputs=frozenset({OUTPUT_IDS} if takes_ids else ()),
             context_length=engine.context_length,
@@ -151,7 +154,9 @@ class EnginePool:
             wanted |= await self._resolved(address)
         for address, host in wanted.items():
             if address not in self._engines:
-                self._engines[address] = Engine(self.source, address, host, session, self._silence_limit_s)
+                self._engines[address] = Engine(
+                    self.source, address, host, session, self._silence_limit_s, self.statistics
+                )
         for address in [address for address in self._engines if address not in wanted]:
             if not self._engines[address].running:
                 del self._engines[address]

@@ -55,14 +55,14 @@ class TokenCall:
             raise self._error
         if self.output_ids and len(self.output_ids) >= (self.sampling.max_tokens or 0):
             return self._end(TokenChunk(finish_reason="length"))
-        events = await self._events.read()
-        if not events:
-            raise HopBrokenError("the engine ended the answer before its last token", hop=HOP)
-        chunk = self._chunk(events)
+        chunk = self._chunk(await self._events.read())
         if chunk.finish_reason is not None and self._format.has_more:
             self._take(await self._events.rest(), TokenChunk())
         self._leave_out(chunk)
-        return chunk if chunk.finish_reason is None else self._end(chunk)
+        if chunk.finish_reason is None:
+            return chunk
+        self._events.ended = True
+        return self._end(chunk)
 
     def fail(self, error: HeadraceError) -> None:
         """Ends the call with an error, at once."""
@@ -87,9 +87,9 @@ class TokenCall:
         try:
             self._take(events, chunk)
         except HeadraceError as error:
+            self.fail(error)
             if not chunk.token_ids:
                 raise
-            self._error = error
         return chunk
 
     def _take(self, events: Sequence[bytes], chunk: TokenChunk) -> None:
