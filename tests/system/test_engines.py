@@ -228,9 +228,11 @@ async def test_cancels_reach_the_engine(stack, engines):
     for engine in engines:
         engine.delay_s = 0.2
     for model in ("chat", "passed"):
+        counted = await counts_of(stack, model)
         calls = [asyncio.create_task(cut_off(stack, {**CHAT, "model": model, "max_tokens": 900})) for _ in range(20)]
         await asyncio.gather(*calls)
         await until(lambda: not any(engine.running for engine in engines))
+        assert await counts_of(stack, model) == counted
 
 
 async def cut_off(stack, body):
