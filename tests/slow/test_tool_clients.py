@@ -80,5 +80,5 @@ async def test_benchmarks_and_evaluations_run_before_vllm(stacks, tmp_path):
         vllm_server(model, model.name, tmp_path / "vllm.log", "--max-model-len", "1024", dtype="float32") as server,
         stacks.use(models=f"{model.name}=http://{server.address}/v1;tokenizer={model}") as stack,
     ):
-        process = await asyncio.create_subprocess_exec(ROOT / "tests" / "tools" / "run", stack.gateway, "engine")
+        process = await asyncio.create_subprocess_exec(ROOT / "tests" / "tools" / "run", stack.gateway)
         assert await process.wait() == 0
