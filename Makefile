@@ -50,7 +50,7 @@ comma := ,
 
 .PHONY: help
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: up
 up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=, DEVELOPMENT=; V=1: every address)
@@ -141,6 +141,10 @@ test-tools: $(DEV_DEPENDENCIES) $(TOOLS) $(AGENTS) ## perf_analyzer, genai-perf,
 .PHONY: test-gpu
 test-gpu: $(DEV_DEPENDENCIES) ## judge this machine's GPU in five minutes: exactness, streams, speed (DEVICE=cpu, GPU="--parts machine")
 	@exec $(VENV)/bin/python tests/gpu/run.py $(GPU)
+
+.PHONY: test-arm64
+test-arm64: $(DEV_DEPENDENCIES) ## on an emulated Arm processor: a stack, unit and exactness tests; for hours (root, Debian)
+	@exec tests/arm64/run
 
 WHEELS_PYTHON ?= 3.12
 # Of wheels that may be taken, those of a machine as old as Ubuntu 20.04: pip finds only what is named.

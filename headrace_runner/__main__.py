@@ -2,11 +2,15 @@
 `down`: stops a running one. `roll`: replaces its services without losing a call; see stack.py and roll.py.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The imports take a second: Ctrl-C ends them without a traceback.
+
 import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from contextlib import suppress

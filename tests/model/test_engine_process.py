@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager, suppress
 
@@ -199,6 +201,14 @@ async def test_the_log_has_the_reason_why_a_host_failed(monkeypatch, caplog):
     with ours, theirs, pytest.raises(StartupFault, match="see the log"):
         await EngineHost().start_engine(theirs)
     assert "the engine host failed: TimeoutError" in caplog.text
+
+
+def test_kernels_are_kept_in_tmpdir_where_the_home_cannot_be_written(tmp_path):
+    program = "from headrace_predictor.engine.cpu import compiled; print(compiled.config.CACHE_DIR)"
+    # Not even root can write there.
+    environment = os.environ | {"HOME": "/proc", "NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith(f"{tmp_path}/headrace-kernels-"), done.stderr
 
 
 async def test_the_host_uses_one_thread(engine_of, engine_host):

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -137,6 +138,12 @@ def test_an_unwritable_folder_is_refused_in_one_line_with_advice(tmp_path: Path,
     assert ended.stderr.count("\n") == 1
     assert f"{folder} cannot be written (" in ended.stderr
     assert "set RUN_FOLDER=… to another" in ended.stderr
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "dotenv.py").write_text("import os\nos.kill(os.getpid(), 2)\n")
+    ended = up(os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(

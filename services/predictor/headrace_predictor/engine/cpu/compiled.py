@@ -1,13 +1,17 @@
 """Numba's options and its cache of compiled kernels, both set before the first kernel is defined.
 
 Numba's own cache of a kernel does not notice a change of the functions and numbers that it takes from elsewhere, so
-each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels. It is the same wherever
-that code lies: another environment, or another copy of the repository, compiles nothing again.
+each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels, or in TMPDIR where that
+cannot be written. It is the same wherever that code lies: another environment, or another copy of the repository,
+compiles nothing again.
 """
 
+import os
+from contextlib import suppress
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numba
@@ -42,5 +46,16 @@ class Locator(UserProvidedCacheLocator):  # type: ignore[misc]
         return CODE
 
 
-config.CACHE_DIR = str(Path(config.CACHE_DIR or expanduser("~/.cache/headrace/kernels")) / CODE)
+def _folder() -> Path:
+    # Numba executes what it finds: in TMPDIR nobody else may own the folder.
+    own = Path(gettempdir()) / f"headrace-kernels-{os.getuid()}"
+    for folder in (Path(config.CACHE_DIR or expanduser("~/.cache/headrace/kernels")), own):
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and (folder != own or folder.stat().st_uid == os.getuid()):
+                return folder
+    raise OSError("compiled kernels can be kept neither in NUMBA_CACHE_DIR nor in TMPDIR")
+
+
+config.CACHE_DIR = str(_folder() / CODE)
 config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
