@@ -128,7 +128,7 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopped = False
-        self._waits: set[asyncio.Timeout] = set()
+        self._waiting: set[asyncio.Task[Any]] = set()
         # Of the weights that answer; "" if they have none.
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
@@ -177,8 +177,9 @@ class Serving:
         """Closes the model, which takes seconds at most, and ends the requests in flight."""
         await asyncio.to_thread(_close, [self.model])
         self._stopped = True
-        for wait in tuple(self._waits):
-            wait.reschedule(0.0)
+        waiting, self._waiting = self._waiting, set()
+        for task in waiting:
+            task.cancel()
 
     def statistics(self) -> pb.ModelStatistics:
         """The model's row of ModelStatistics."""
@@ -226,20 +227,21 @@ class Serving:
 
     async def _until_stopped(self, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """What a call of the model returns; raises NotReadyError once the model is stopped."""
-        unloaded = NotReadyError(f"model {self.model.name!r} was unloaded")
-        if self._stopped:
-            raise unloaded
-        wait = asyncio.timeout(None)
-        self._waits.add(wait)
+        unloaded = f"model {self.model.name!r} was unloaded"
+        task = asyncio.current_task()
+        if self._stopped or task is None:
+            raise NotReadyError(unloaded)
+        cancelled_before = task.cancelling()
+        self._waiting.add(task)
         try:
-            async with wait:
-                return await call(*arguments)
-        except TimeoutError:
-            if wait.expired():
-                raise unloaded from None
+            return await call(*arguments)
+        except asyncio.CancelledError:
+            # As asyncio.timeout does, which takes longer: a cancellation by others remains one.
+            if task not in self._waiting and task.uncancel() <= cancelled_before:
+                raise NotReadyError(unloaded) from None
             raise
         finally:
-            self._waits.discard(wait)
+            self._waiting.discard(task)
 
 
 def _close(models: list[ServedModel]) -> None:
