@@ -49,6 +49,14 @@ def is_service(endpoint: str) -> bool:
     return _SERVICE.fullmatch(endpoint) is not None
 
 
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _checked(item: str) -> str:
     if is_service(item):
         return item
@@ -56,9 +64,6 @@ def _checked(item: str) -> str:
         raise ValueError(f"{item!r} is not host:port")
     host = found[1]
     # A name's last part is never a number, so this is meant to be an address.
-    if host.startswith("[") or host.rpartition(".")[2].isdecimal():
-        try:
-            ipaddress.ip_address(host.strip("[]"))
-        except ValueError:
-            raise ValueError(f"{item!r} is not host:port: {host} is no address") from None
+    if (host.startswith("[") or host.rpartition(".")[2].isdecimal()) and not is_address(host.strip("[]")):
+        raise ValueError(f"{item!r} is not host:port: {host} is no address")
     return item

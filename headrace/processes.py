@@ -32,9 +32,9 @@ def how_it_ended(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
 
 
-def end_with_parent(parent: int) -> None:
-    """Has the kernel send this process SIGTERM when its parent is gone, which it must not outlive; only Linux can."""
+def end_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:
+    """Has the kernel send this process a signal when its parent is gone, which it must not outlive; only Linux can."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # It died before this process had registered with the kernel.
-        raise SystemExit(1)
+        os._exit(os.EX_UNAVAILABLE)

@@ -6,7 +6,6 @@ for models of buckets and registries `AWS_*`, `AZURE_*`, `GOOGLE_*`, `FSSPEC_*`,
 """
 
 import argparse
-import ipaddress
 import os
 import re
 from collections.abc import Callable, MutableMapping
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from headrace.endpoints import is_address
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS, ModelSource, parse_own_models
 from headrace.telemetry.logs import LogFormat
@@ -152,14 +152,6 @@ def _parse_command_line(cls: type[ServiceSettings], program: str) -> None:
     ).parse_args()
 
 
-def _is_address(value: str) -> bool:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return False
-    return True
-
-
 _NUMBER = r"\d{1,5}"
 _PROTOCOL = "tcp|udp|sctp"
 _URL = rf"({_PROTOCOL})://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):{_NUMBER}"
@@ -171,7 +163,7 @@ _LINKS = tuple(
         (rf"PORT|{_NAMED_PORT}", re.compile(_URL).fullmatch),
         (rf"{_NAMED_PORT}_PROTO", re.compile(_PROTOCOL).fullmatch),
         (rf"{_NAMED_PORT}_PORT|SERVICE_PORT(_[A-Z0-9_]+)?", re.compile(_NUMBER).fullmatch),
-        (rf"{_NAMED_PORT}_ADDR|SERVICE_HOST", _is_address),
+        (rf"{_NAMED_PORT}_ADDR|SERVICE_HOST", is_address),
     )
 )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError, StartupError
 from headrace.oip.tensors import BYTES, DATATYPES, RawTensor, Tensor
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import model_config_pb2
@@ -120,22 +120,19 @@ def _config_type(datatype: str) -> model_config_pb2.DataType.ValueType:
     return model_config_pb2.DataType.Value("TYPE_STRING" if datatype == BYTES else f"TYPE_{datatype}")
 
 
-def declared(mapping: Any) -> tuple[TensorSpec, ...]:
-    """The tensors of a user's mapping; ValueError if it differs from the module's example."""
+def declared(mapping: Any, what: str) -> tuple[TensorSpec, ...] | None:
+    """The tensors of a user's mapping, if there is one; StartupError if it differs from the module's example."""
     try:
-        tensors = tuple(_declared(name, *described) for name, described in mapping.items())
-    except (AttributeError, TypeError) as error:
-        raise ValueError(str(error)) from None
-    if not all(isinstance(tensor.name, str) and tensor.datatype in DATATYPES for tensor in tensors):
-        raise ValueError("a name must be text, and a datatype one of the protocol's")
-    return tensors
+        return None if mapping is None else tuple(_declared(name, *each) for name, each in mapping.items())
+    except (AttributeError, TypeError, ValueError):
+        raise StartupError(f'{what} must look like {{"name": ("FP32", [-1, 3])}}') from None
 
 
 def _declared(name: Any, datatype: Any, shape: Any, more: Any = None) -> TensorSpec:
     attributes = dict(more or {})
     optional = attributes.pop("optional", False)
-    if attributes or not isinstance(optional, bool):
-        raise ValueError("the third element is no {'optional': True}")
+    if attributes or not (isinstance(optional, bool) and isinstance(name, str) and datatype in DATATYPES):
+        raise ValueError
     return TensorSpec(name, datatype, tuple(int(size) for size in shape), optional)
 
 

@@ -311,7 +311,7 @@ class StubbornSink:
 
 
 async def test_few_large_records_are_in_flight_at_a_time(store, monkeypatch):
-    monkeypatch.setattr(runner_module, "_MAX_BYTES", 250_000)
+    monkeypatch.setattr(reading, "_BYTES_PER_READ", 150_000)
     await store.append([answered(number, prompt="p" * 100_000) for number in range(1, 9)])
     await store.append([answered(9, prompt="p" * 1_000_000)])
     sink = StubbornSink()
@@ -646,7 +646,7 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     servers, late, store, measured, monkeypatch
 ):
     server, other = servers
-    a, _ = await late(a=server, b=other)
+    await late(a=server, b=other)
     await store.append([ended_ago(1, 60)])
     await until(lambda: len(server.taken) == len(other.taken) == 2)
     await until(lambda: measured.lag("a") == measured.lag("b") == 0)
@@ -659,7 +659,6 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     await until(lambda: len(other.taken) == 2 * 499)
     await until(lambda: measured.lag("b") == 0)
     assert 100 <= measured.lag("a") < 200
-    assert len(a._ends) < 400, "unread records are only in the store"
 
     await server.start()
     await until(lambda: measured.lag("a") < 100)

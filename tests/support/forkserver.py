@@ -34,11 +34,11 @@ IMPORTS = {
     "transformer": ("headrace_transformer.__main__", "headrace_transformer.transformer"),
     "predictor": (
         "headrace_predictor.__main__",
-        # The service forks the host of its engines from itself then.
         "headrace_predictor.engine_process.host:import_libraries",
         "headrace_predictor.repository.repository",
         "headrace_predictor.servicer",
         "tests.support.compile_once:install",
+        "tests.support.forked_host:install",
     ),
     "_service": ("headrace.oip.stream_infer", "headrace.rpc.server.service", "headrace.rpc.server.server"),
 }

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headrace.clients import Client, caller_of, client_of
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError, UnauthenticatedError
 from headrace.rpc import Context
 from headrace.rpc.limits.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
-from headrace.rpc.limits.client_limits import ClientLimits
+from headrace.rpc.limits.client_limits import ClientLimits, Pairs
 from headrace.rpc.limits.idle_calls import IdleCalls
-from headrace.rpc.limits.response_head import Pairs, ResponseHead
 from headrace.settings import ServiceSettings
 from headrace.telemetry.identity import Metadata
 from headrace.telemetry.rpc import INNER, PROBES
@@ -130,14 +129,12 @@ class AdmittedCall:
         self.may_be_idle = request_streaming or self._watches  # By design.
         self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
-        self._task: asyncio.Task[Any] | None = None  # That serves it, until it ends.
-        self._cancelled_before = 0  # How many cancellations by others were pending.
         self.error: HeadraceError | None = None  # What the service ends it with.
         self._bytes = 0
         self._requests = 0
         self._limited: Client | None = None  # Whose requests are counted too, once there is one.
         self._receives = False
-        self._is_cut = False
+        self._cut = asyncio.timeout(None)  # By `end`.
         self.head = ResponseHead(self._remaining)
 
     @cached_property
@@ -155,8 +152,7 @@ class AdmittedCall:
             raise _stopping()
         if self._is_counted and not self.may_be_idle:
             self._admission.check_room()  # Before its message is received.
-        self._task = asyncio.current_task()
-        self._cancelled_before = self._task.cancelling() if self._task is not None else 0
+        await self._cut.__aenter__()
         self._admission._open.add(self)
         _current.set(self)  # In the context of the task that serves it, and of those that it starts.
         return self
@@ -176,22 +172,17 @@ class AdmittedCall:
         if self._bytes:
             admission.budget.release(self._bytes)
             self._bytes = 0
-        task, self._task = self._task, None
-        # As asyncio.timeout does: a cancellation by others remains one.
-        is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
-        if is_ours and self.error is not None and kind is not None and issubclass(kind, asyncio.CancelledError):
-            raise self.error from None
+        try:
+            await self._cut.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self.error or _stopping() from None
 
     def end(self, error: HeadraceError) -> None:
         """Ends the call with an error, if it has not ended; only the first error has an effect."""
         self._admission._idle.discard(self)
         if self.error is None and self in self._admission._open:
             self.error = error
-            asyncio.get_running_loop().call_soon(self._cut)
-
-    def _cut(self) -> None:
-        if self._task is not None and not self._is_cut:
-            self._is_cut = self._task.cancel()
+            self._cut.reschedule(0.0)
 
     async def receive(self, message: Awaitable[T]) -> T:
         """The call's next message; idle meanwhile, unless a request is in flight."""
@@ -257,6 +248,46 @@ class AdmittedCall:
         if self._bytes:  # The call has not ended.
             self._bytes -= size
             self._admission.budget.release(size)
+
+
+class ResponseHead:
+    """The metadata with which a call's answer begins: sent once, before its first message.
+
+    The answer to a client with limits for a minute begins with its remaining amounts, `remaining`, as they are when it
+    is sent. A call that fails before its first message has all of it in its trailing metadata instead: HTTP clients see
+    both as headers.
+    """
+
+    __slots__ = ("_metadata", "_remaining", "is_sent")
+
+    def __init__(self, remaining: Callable[[], Pairs]) -> None:
+        self.is_sent = False
+        self._metadata: Pairs = ()
+        self._remaining = remaining
+
+    def add(self, *metadata: tuple[str, str]) -> None:
+        """Adds metadata, replacing those with the same names; has no effect after the head was sent."""
+        names = {name for name, _ in metadata}
+        self._metadata = (*(pair for pair in self._metadata if pair[0] not in names), *metadata)
+
+    def value(self, name: str) -> str:
+        """What was added by a name; "" for nothing."""
+        return next((value for known, value in self._metadata if known == name), "")
+
+    async def send(self, context: Context, even_empty: bool = False) -> None:
+        """Sends the head once; an empty one only if `even_empty`."""
+        if self.is_sent:
+            return
+        metadata = self.take()
+        if metadata or even_empty:
+            await context.send_initial_metadata(metadata)
+
+    def take(self) -> Pairs:
+        """Returns the metadata that have not been sent; they will not be sent any more."""
+        if self.is_sent:
+            return ()
+        self.is_sent = True
+        return self._metadata + self._remaining()
 
 
 def charge_of(size: int) -> int:

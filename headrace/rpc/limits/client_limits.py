@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 
 from headrace.clients import Client
 from headrace.errors import OverloadedError
-from headrace.rpc.limits.response_head import Pairs
 
 _SLOTS = 61  # Seconds, the one that has begun among them.
 _RETRY_AFTER_MS = 1000
 _MAX_CLIENTS = 1000
 
+Pairs = tuple[tuple[str, str], ...]  # Metadata.
 T = TypeVar("T")
 
 

@@ -1,6 +1,5 @@
 """Starts the predictor."""
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +15,7 @@ _TAP_DRAIN_S = 3.0
 
 def main(prepare: str = "") -> None:
     """Runs the service. `prepare`: a `module:function` that each engine process calls before it loads its model."""
-    host = EngineHost(prepare)
-    if "torch" in sys.modules:
-        # This process has imported the libraries of models, and is single-threaded only now.
-        host.fork()
-    run_service("predictor", PredictorSettings, partial(serve, host=host))
+    run_service("predictor", PredictorSettings, partial(serve, host=EngineHost(prepare)))
 
 
 async def serve(settings: PredictorSettings, host: EngineHost) -> None:

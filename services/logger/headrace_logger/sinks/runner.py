@@ -1,15 +1,15 @@
 """Delivers every record of the store to one sink, in the order of commit, and persists its position.
 
-Records are read page by page and several are sent at a time; the events of one record are sent in sequence. The cursor
-in the store moves only over an unbroken run of finished records, so a restart resumes with the first unfinished one: no
-record is skipped, some are sent again, with the same event ids. Records that retention deletes before a sink has
-accepted them do not reach that sink.
+Records are read page by page, and several of a page are sent at a time; the events of one record are sent in sequence.
+The cursor in the store moves only over an unbroken run of finished records, so a restart resumes with the first
+unfinished one: no record is skipped, some are sent again, with the same event ids. Records that retention deletes
+before a sink has accepted them do not reach that sink.
 
 An event that the sink cannot accept now is retried without limit, with exponential backoff and jitter; one that it
 refuses is logged and skipped. An event on which the sink fails in an unknown way is skipped after some attempts, as is
-a record that it cannot convert to events. Meanwhile at most `sink_concurrency` records, 32 MiB and one page are in
-memory: reading pauses, and other sinks are not affected. `counts` has the events delivered, retried, refused and
-failed. Any other error is logged, and sending resumes later at the cursor.
+a record that it cannot convert to events. Meanwhile one page is in memory: reading pauses, and other sinks are not
+affected. `counts` has the events delivered, retried, refused and failed. Any other error is logged, and sending resumes
+later at the cursor.
 
 A sink without a cursor in the store starts at the current end, or at the beginning.
 
@@ -28,7 +28,7 @@ import logging
 import math
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import ParamSpec, Protocol, TypeVar
@@ -37,14 +37,13 @@ from headrace.errors import NotReadyError
 from headrace.payload.records import ended_at
 from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
+from headrace_logger.store.reading import Stored
 from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 64  # Records in one read.
-_WINDOW = 256  # Maximum of records from the cursor to the newest one in progress.
-_MAX_BYTES = 32 * 1024 * 1024
+_PAGE = 256  # Records in one read, which the store bounds by size too.
 _POLL_S = 5.0  # The interval of reads without a notice of a commit.
 _SAVE_EVERY_S = 0.1  # Saving the cursor after each record would cost the store a commit each time.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.2, 10.0
@@ -55,7 +54,6 @@ _RESTART_DELAY_S = 5.0
 _OUTCOMES = ("delivered", "retried", "refused", "failed")
 _WARN_EVERY_S = 60.0
 
-_Begun = tuple[int, asyncio.Task[None]]  # A record's position, and the task that sends it.
 Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 
@@ -81,17 +79,13 @@ class SinkRunner:
         self.counts: Counter[str] = Counter()
         self._sink = sink
         self._store = store
-        self._concurrency = settings.sink_concurrency
+        self._turn = asyncio.Semaphore(settings.sink_concurrency)
         self._from_beginning = settings.sink_from == "beginning"
         self._news = asyncio.Event()
-        self._room = asyncio.Condition()
-        self._records = 0  # The number of records in flight, and their size.
-        self._bytes = 0
         self._finished = 0  # All records up to this position are finished.
-        self._ends: deque[float] = deque()  # End times of the records that were read and are not finished, in order.
-        self._newest_end = math.inf  # End time of the last record read; infinite when no more records wait behind it.
         self._saved = 0
         self._progress = asyncio.Event()
+        self._end = math.inf  # When the first record that is not finished ended; infinite: there is none.
         self._next_warning = 0.0
         self._is_unavailable = False
         store.on_append(self._news.set)
@@ -102,11 +96,7 @@ class SinkRunner:
 
         Between two pages of the store, when that record is unknown, the last one before it is used. Thread-safe.
         """
-        try:
-            end = self._ends[0]
-        except IndexError:
-            end = self._newest_end
-        return max(0.0, time.time() - end)
+        return max(0.0, time.time() - self._end)
 
     @property
     def outcomes(self) -> Mapping[str, int]:
@@ -131,7 +121,6 @@ class SinkRunner:
             except ExceptionGroup:
                 logger.exception("sending to the sink %s failed; it is restarted", self._sink.name)
             await asyncio.sleep(_RESTART_DELAY_S)
-            self._forget()
 
     async def run_alone(self) -> None:
         """Sends, until it is cancelled, while no other logger sends to this sink."""
@@ -152,75 +141,29 @@ class SinkRunner:
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            self._forget()
-
-    def _forget(self) -> None:
-        """Forgets the records in flight, which will be sent again."""
-        self._records = self._bytes = 0
-        self._ends.clear()
-        self._newest_end = math.inf
+            self._end = math.inf
 
     async def _run(self) -> None:
-        window: asyncio.Queue[_Begun] = asyncio.Queue(_WINDOW)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._read(group, window), name="sink reader")
-            group.create_task(self._follow(window), name="sink follower")
             group.create_task(self._save(), name="sink cursor")
-
-    async def close(self) -> None:
-        """Saves the cursor and closes the connections; `run` must have ended."""
-        with suppress(NotReadyError):
-            if self._finished > self._saved:
-                await self._store.move_cursor(self._sink.name, self._finished)
-        await self._sink.close()
-
-    async def _read(self, group: asyncio.TaskGroup, window: asyncio.Queue[_Begun]) -> None:
-        position = self._finished
-        while True:
-            self._news.clear()
-            page = await _retrying(self._store.after, position, _PAGE)
-            self._ends += (ends := [ended_at(stored.record) for stored in page])
-            self._newest_end = ends[-1] if ends else math.inf
-            for position, record in page:
-                size = record.ByteSize()
-                await self._take_room(size)
-                task = group.create_task(self._deliver(record, size), name="sink record")
-                await window.put((position, task))
-            if not page:
+            while True:
+                self._news.clear()
+                if page := await _retrying(self._store.after, self._finished, _PAGE):
+                    await self._deliver(page)
+                    continue
+                self._end = math.inf
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), _POLL_S)
 
-    async def _take_room(self, size: int) -> None:
-        """Waits until one more record of this size may be sent; a single one always may."""
-        async with self._room:
-            await self._room.wait_for(
-                lambda: self._records == 0 or (self._records < self._concurrency and self._bytes + size <= _MAX_BYTES)
-            )
-            self._records += 1
-            self._bytes += size
-
-    async def _deliver(self, record: PayloadRecord, size: int) -> None:
-        try:
-            events = await asyncio.to_thread(self._sink.events, record)
-        except Exception:
-            self.counts["failed"] += 1
-            logger.exception("the sink %s cannot convert the record %s to events", self._sink.name, record.record_id)
-            events = ()
-        for event in events:
-            await self._send(event)
-        async with self._room:
-            self._records -= 1
-            self._bytes -= size
-            self._room.notify_all()
-
-    async def _follow(self, window: asyncio.Queue[_Begun]) -> None:
-        """Moves `_finished` over finished records, in order."""
-        while True:
-            position, task = await window.get()
-            await task
-            self._finished = position
-            self._ends.popleft()
-            self._progress.set()
+    async def _deliver(self, page: Sequence[Stored]) -> None:
+        """Sends the records, and moves `_finished` over them in order."""
+        async with asyncio.TaskGroup() as group:
+            sending = [group.create_task(self._deliver_one(record), name="sink record") for _, record in page]
+            for (position, record), task in zip(page, sending, strict=True):
+                self._end = ended_at(record)
+                await task
+                self._finished = position
+                self._progress.set()
 
     async def _save(self) -> None:
         while True:
@@ -230,6 +173,25 @@ class SinkRunner:
             await _retrying(self._store.move_cursor, self._sink.name, position)
             self._saved = position
             await asyncio.sleep(_SAVE_EVERY_S)
+
+    async def close(self) -> None:
+        """Saves the cursor and closes the connections; `run` must have ended."""
+        with suppress(NotReadyError):
+            if self._finished > self._saved:
+                await self._store.move_cursor(self._sink.name, self._finished)
+        await self._sink.close()
+
+    async def _deliver_one(self, record: PayloadRecord) -> None:
+        async with self._turn:
+            try:
+                events = await asyncio.to_thread(self._sink.events, record)
+            except Exception:
+                self.counts["failed"] += 1
+                name = self._sink.name
+                logger.exception("the sink %s cannot convert the record %s to events", name, record.record_id)
+                return
+            for event in events:
+                await self._send(event)
 
     async def _send(self, event: Event) -> None:
         delay_s, failures = _MIN_DELAY_S, 0

@@ -1,7 +1,6 @@
 """The front's side of the host: starts it, at the first engine at the latest, and gets engine processes from it.
 
-Owned by the event loop. A host that ends or does not answer is replaced at the next start of an engine. In a process
-that has imported the libraries already, `fork` makes the first host as a fork of it, before there are threads.
+Owned by the event loop. A host that ends or does not answer is replaced at the next start of an engine.
 """
 
 import asyncio
@@ -36,16 +35,6 @@ class EngineHost:
         self._unread = b""
         self._started: asyncio.Future[int] | None = None
         self._listens = False
-
-    def fork(self) -> None:
-        """Makes the host a fork of this process, which has the libraries and no threads."""
-        self._control, theirs = socket.socketpair()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            self._control.close()
-            host.main(theirs, parent)
-        theirs.close()
 
     def start(self) -> None:
         """Starts the host, if there is none."""

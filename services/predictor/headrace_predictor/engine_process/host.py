@@ -22,9 +22,9 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from headrace.processes import end_with_parent
 from headrace.rpc.limits.byte_budget import give_memory_back
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER = "torch._dynamo"
@@ -112,10 +112,7 @@ def _die_with(parent: int) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It ended before the kernel had this registration.
-        os._exit(os.EX_UNAVAILABLE)
+    end_with_parent(parent, signal.SIGKILL)
 
 
 def _unmap_idle_code() -> None:

@@ -13,10 +13,10 @@ queue. Source of the definitions: Triton's statistics extension.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from headrace.deadline import DEADLINE_MARGIN_S, Deadline
 from headrace.errors import NotReadyError, OtherWeightsError
@@ -24,6 +24,8 @@ from headrace.oip.model_description import FINGERPRINT, check_requested_outputs
 from headrace.oip.stream_infer import FINAL, wants_empty_final
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses, ServedModel
 from headrace_protos import inference_pb2 as pb
+
+T = TypeVar("T")
 
 _INDEXES = 16
 LATER = f"{_INDEXES}+"
@@ -126,27 +128,25 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopped = False
-        self._waits: set[_Wait] = set()
+        self._waiting: set[asyncio.Task[Any]] = set()
         # Of the weights that answer; "" if they have none.
         self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
 
     async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         with self._counted(request, caller.deadline) as counted:
             check_requested_outputs(request)
-            with _Wait(self):
-                response = await self.model.infer(request, caller)
+            response = await self._until_stopped(self.model.infer, request, caller)
             self._sign(response)
             counted.response(response)
             return response
 
     async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
-        is_first, wait = True, _Wait(self)
+        is_first = True
         with self._counted(request, caller.deadline) as counted:
             check_requested_outputs(request)
             async with aclosing(self.model.stream(request, caller)) as responses:
                 while True:
-                    with wait:
-                        response = await anext(responses, None)
+                    response = await self._until_stopped(anext, responses, None)
                     if response is None:
                         return
                     if is_first:
@@ -177,8 +177,9 @@ class Serving:
         """Closes the model, which takes seconds at most, and ends the requests in flight."""
         await asyncio.to_thread(_close, [self.model])
         self._stopped = True
-        for wait in tuple(self._waits):
-            wait.end()
+        waiting, self._waiting = self._waiting, set()
+        for task in waiting:
+            task.cancel()
 
     def statistics(self) -> pb.ModelStatistics:
         """The model's row of ModelStatistics."""
@@ -224,46 +225,23 @@ class Serving:
             if not self._in_flight:
                 self._idle.set()
 
-    def _unloaded(self) -> NotReadyError:
-        return NotReadyError(f"model {self.model.name!r} was unloaded")
-
-
-class _Wait:
-    """A request that waits for its model, in the block: raises NotReadyError from it when the model is stopped.
-
-    It may be entered repeatedly, which is cheaper for a stream than a timeout for each response.
-    """
-
-    __slots__ = ("_cancelled_before", "_is_cut", "_serving", "_task")
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled_before = 0  # How many cancellations by others were pending.
-        self._is_cut = False
-
-    def end(self) -> None:
-        """Ends the wait; from another task."""
-        if self._task is not None and not self._is_cut:
-            self._is_cut = self._task.cancel()
-
-    def __enter__(self) -> None:
-        serving = self._serving
-        if serving._stopped:
-            raise serving._unloaded()
-        self._task = task = asyncio.current_task()
-        self._cancelled_before = task.cancelling() if task is not None else 0
-        serving._waits.add(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._serving._waits.discard(self)
-        task, self._task = self._task, None
-        # As asyncio.timeout does: a cancellation by others remains one.
-        is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
-        if is_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
-            raise self._serving._unloaded() from None
+    async def _until_stopped(self, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """What a call of the model returns; raises NotReadyError once the model is stopped."""
+        unloaded = f"model {self.model.name!r} was unloaded"
+        task = asyncio.current_task()
+        if self._stopped or task is None:
+            raise NotReadyError(unloaded)
+        cancelled_before = task.cancelling()
+        self._waiting.add(task)
+        try:
+            return await call(*arguments)
+        except asyncio.CancelledError:
+            # As asyncio.timeout does, which takes longer: a cancellation by others remains one.
+            if task not in self._waiting and task.uncancel() <= cancelled_before:
+                raise NotReadyError(unloaded) from None
+            raise
+        finally:
+            self._waiting.discard(task)
 
 
 def _close(models: list[ServedModel]) -> None:

@@ -88,16 +88,7 @@ class PythonCode:
         _forget(self._module.__name__)
 
     def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
-        declaration = getattr(self._module, attribute, None)
-        if declaration is None:
-            return None
-        try:
-            tensors = declared(declaration)
-        except ValueError:
-            raise StartupError(
-                f'model {self._name}: {attribute} of {self._path} must look like {{"name": ("FP32", [-1, 3])}}'
-            ) from None
-        return tensors
+        return declared(getattr(self._module, attribute, None), f"model {self._name}: {attribute} of {self._path}")
 
     def _refuse(self, what: str, error: BaseException) -> NoReturn:
         """Raises a StartupError that states in one line which error the file raised, and where."""

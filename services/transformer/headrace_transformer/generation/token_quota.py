@@ -20,8 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.clients import Client
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError
-from headrace.rpc.limits.client_limits import ByClient, SlidingMinute
-from headrace.rpc.limits.response_head import Pairs
+from headrace.rpc.limits.client_limits import ByClient, Pairs, SlidingMinute
 from headrace_protos.headrace_pb2 import UsageRequest
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from typing import Any
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, RequestFailedError, StartupError
 from headrace.models.sources import is_name
-from headrace.oip.model_description import TensorSpec, declared
+from headrace.oip.model_description import declared
 from headrace.oip.tensors import Array, RawTensor, Tensor
 from headrace.processor import Processor, ProcessorRequest
 from headrace.python_tensors import BadResultError, as_mapping, as_tensor
@@ -65,8 +65,8 @@ class RunningProcessor:
         self._pool = pool
         self._processor = _made(source)
         self.model = self._processor.model or source.name
-        self.inputs = self._declared("inputs")
-        self.outputs = self._declared("outputs")
+        self.inputs = declared(self._processor.inputs, f"processor {self.name}: inputs")
+        self.outputs = declared(self._processor.outputs, f"processor {self.name}: outputs")
 
     async def load(self) -> None:
         """Runs the processor's own `load`; raises StartupError."""
@@ -110,15 +110,6 @@ class RunningProcessor:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await self._pool.run(caller_of_call(), _without_exits, method, *arguments)
-
-    def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
-        given = getattr(self._processor, attribute)
-        try:
-            return None if given is None else declared(given)
-        except ValueError:
-            raise StartupError(
-                f'processor {self.name}: {attribute} must look like {{"name": ("FP32", [-1, 3])}}'
-            ) from None
 
 
 def _without_exits(method: Callable[..., Any], *arguments: Any) -> Any:

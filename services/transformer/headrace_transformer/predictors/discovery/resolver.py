@@ -6,14 +6,13 @@ servers do not answer, a name keeps the addresses that it had.
 """
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
-from headrace.endpoints import host_and_port, is_service
+from headrace.endpoints import host_and_port, is_address, is_service
 from headrace.threads import run_in_daemon_thread
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ def _look_up_records(service: str) -> list[list[str]]:
 async def _resolve(endpoint: str) -> list[str]:
     """Every address behind host:port; empty where the name is unknown. Raises OSError if no name server answers."""
     host, port = host_and_port(endpoint)
-    if _is_address(host):
+    if is_address(host):
         return [endpoint]
     for family, form in ((socket.AF_INET, "{}:{}"), (socket.AF_INET6, "[{}]:{}")):
         look_up = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
@@ -124,11 +123,3 @@ async def _resolve(endpoint: str) -> list[str]:
             continue
         return sorted({form.format(socket_address[0], port) for *_, socket_address in found})
     return []
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
