@@ -135,12 +135,8 @@ def _write_metadata(writer: Any, config: Any, kind: str, changed: dict[str, Any]
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     for name, value in changed.items():
         key = f"{writer.arch}.{name.replace('__', '.')}"
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+        kind = {str: "string", float: "float32", bool: "bool", list: "array", int: "uint32"}[type(value)]
+        getattr(writer, f"add_{kind}")(key, value)
 
 
 def write_tokens(writer: Any, count: int) -> None:

@@ -89,9 +89,11 @@ def own_eos_id(folder: Path) -> int | None:
     """The end token of a folder's tokenizer; None where there is no tokenizer that can be read."""
     try:
         config = read_config(folder, "tokenizer_config.json")
-        for index, token in (config.get("added_tokens_decoder") or {}).items():
-            if token["content"] == config.get("eos_token"):
-                return int(index)  # Without reading a vocabulary, which may have megabytes.
+        if stated := config.get("added_tokens_decoder"):  # Without building a tokenizer, which takes longer.
+            own = read_config(folder, TOKENIZER_FILE).get("added_tokens")  # Its ids have priority.
+            for token in own or [{"id": index, **token} for index, token in stated.items()]:
+                if token["content"] == config.get("eos_token"):
+                    return int(token["id"])
         return read_tokenizer(folder).eos_id if has_vocabulary(folder) else None
     except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
         logger.warning("the tokenizer's end token is unknown: %s", error)

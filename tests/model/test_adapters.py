@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, read_text
+from tests.model.random_crowd import PROMPTS, random_engines, read_all, request
 from tests.model.test_streamed import CACHES
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import PAGED, random_model, save_random_model
@@ -141,6 +143,25 @@ def test_unloaded_adapters_leave_nothing(tmp_path):
         assert adapter() is None
     hooks = [len(module._forward_hooks) for module in model.modules()]
     assert max(hooks) == 1
+
+
+async def test_an_answer_ends_at_the_end_token_of_its_own_adapter(tmp_path):
+    model = random_model("llama")
+    save_random_adapter(tmp_path, model, "base")
+    with random_engines() as make:
+        engine = make(model)
+        submissions = [request(str(number), PROMPTS[5], 12, min_tokens=0) for number in range(4)]
+        for number in (1, 2):
+            engine.adapters.load(number, tmp_path)
+            submissions[number].adapter = number
+            if number == 1:
+                whole = await read_all(engine.submit(submissions[1]))
+                (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[3], 10**6]}))
+        submissions[3].adapter = 1
+        ended, again = [await read_all(engine.submit(submissions[number])) for number in (2, 3)]
+    assert len(whole) == 12
+    assert ended == whole[: whole.index(whole[3]) + 1]
+    assert again == whole
 
 
 def test_recorded_passes_serve_the_steps_without_adapters_only(tmp_path):

@@ -181,7 +181,8 @@ def test_what_is_not_honoured_is_logged_and_shown(saved, caplog):
         ({"eos_token_id": [5, 6]}, {"temperature": 0.5}, {}, {5, 6}),
         ({"eos_token_id": None, "text_config": {"eos_token_id": 9}}, {}, {}, {9}),
         ({}, {"eos_token_id": 7}, {"eos_token": "<|user|>"}, {7, 4}),
-        ({}, {"eos_token_id": 7}, {"eos_token": "X", "added_tokens_decoder": {"11": {"content": "X"}}}, {7, 11}),
+        # tokenizer.json has the token with another id.
+        ({}, {}, {"eos_token": "<|user|>", "added_tokens_decoder": {"11": {"content": "<|user|>"}}}, {4}),
     ],
 )
 def test_the_end_tokens_are_those_of_the_generation_config_and_the_tokenizers_own(

@@ -56,6 +56,36 @@ CONFIGS = {
         {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 64, "num_hidden_layers": 7},
         {},
     ),
+    "gemma2, other layers": (
+        "Gemma2",
+        {
+            **_HEADS,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {"attention__sliding_window_pattern": 3},
+    ),
+    "gemma3, other layers": (
+        "Gemma3Text",
+        {
+            **_HEADS,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        {"attention__sliding_window_pattern": [False, True, False]},
+    ),
+    "gemma3, no window": (
+        "Gemma3Text",
+        {
+            **_HEADS,
+            "sliding_window": 0,
+            "query_pre_attn_scalar": 64,
+            "layer_types": ["full_attention"] * 3,
+        },
+        {},
+    ),
     "phi3": ("Phi3", {}, {}),
     "granite": (
         "Granite",
@@ -253,6 +283,10 @@ def test_a_size_of_zero_is_refused(tmp_path):
     [
         ({"rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"rope__scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0},
+            {"rope_type": "yarn", "original_max_position_embeddings": 512},
+        ),
         (_YARN_FILE | {"rope__scaling__yarn_beta_fast": 16.0}, {"rope_type": "yarn", "beta_fast": 16.0}),
     ],
 )
@@ -269,6 +303,73 @@ def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):
     write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(ValueError, match="rotates 32 of 64 numbers"):
         gguf_folder(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "reason"),
+    [
+        ("qwen3", {"pooling_type": 3}, "embeddings"),
+        ("llama", {"attention__causal": False}, "embeddings"),
+        ("granite", {"rope__scaling__finetuned": False}, "without positions"),
+        ("llama", {"rope__scaling__attn_factor": 0.7}, "two rules"),
+    ],
+)
+def test_what_no_class_computes_is_refused(name, stated, reason, tmp_path):
+    write_gguf(tmp_path / "model.gguf", random_model(name)[0], **stated)
+    with pytest.raises(ValueError, match=reason):
+        gguf_folder(tmp_path / "model.gguf")
+
+
+def test_a_scale_of_zero_is_the_usual_one(tmp_path):
+    model, _ = random_model("granite")
+    model.config.attention_multiplier = model.config.residual_multiplier = 0.0
+    write_gguf(tmp_path / "model.gguf", model)
+    config = json.loads((gguf_folder(tmp_path / "model.gguf") / "config.json").read_text())
+    assert (config["attention_multiplier"], config["residual_multiplier"]) == (0.125, 1.0)
+
+
+def vocabulary_of(path, tokens, types, **ids):
+    """Of a file that has SentencePiece's tokens only, with the scores of their order."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_scores([float(-index) for index in range(len(tokens))])
+    for name, value in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return Vocabulary(read_gguf(path))
+
+
+def test_pieces_of_any_type_give_the_ids_of_llama_cpp(tmp_path):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["\u2581", "a", "\u2581\u2581", "\u2581\u2581a", "aa", "<|im_end|>", "<fim_pad>", "<pad>"]
+    # Bytes as in files without types; `aa` is unused; the turn's end is typed as a text.
+    types = [2, 3, 3, *[1] * 256, 1, 1, 1, 4, 5, 1, 3, 3]
+    vocabulary = vocabulary_of(tmp_path / "model.gguf", tokens, types, fim_sep=266)
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer())
+    assert tokenizer.encode("a\n<|im_end|>aa").ids == [1, 259, 260, 13, 264, 259, 263]
+    assert tokenizer.encode("   a a").ids == [1, 261, 262, 259, 260]
+    assert vocabulary.end_ids == [2, 264, 265, 266]
+
+
+def test_sampling_is_that_of_the_file(tmp_path, monkeypatch):
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def write_more(writer, *arguments):
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_penalty_repeat(1.1)
+        writer.add_array("tokenizer.ggml.suppress_tokens", [7, 9])
+        write(writer, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write_more)
+    write_gguf(tmp_path / "model.gguf", random_model("llama")[0])
+    stated = json.loads((gguf_folder(tmp_path / "model.gguf") / "generation_config.json").read_text())
+    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "suppress_tokens": [7, 9]}
+    assert stated == stated | expected
 
 
 def test_pieces_without_named_tokens_begin_and_end_as_sentencepiece_has_them(tmp_path):

@@ -96,6 +96,7 @@ def test_weights_that_are_cut_off_are_refused(tmp_path):
         ({"model_type": "nothing_like_it"}, "nothing_like_it"),
         ({"rope_theta": "500000", "rope_parameters": None}, "rope_theta in config.json is the text '500000', not a n"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor in config.json is the text '2', not a n"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "of config.json transformers refuses 'ntk'"),
     ],
 )
 async def test_weights_and_classes_that_do_not_fit_are_refused_by_name(tmp_path, changes, reason, engine_host):

@@ -171,6 +171,9 @@ def test_tensors_that_are_not_known_are_refused(method, name, tensor, reason, tm
         ("gptq", {"bits": 3}, "of 3 bits is not served"),
         ("awq", {"version": "gemv"}, "version 'gemv' is not served"),
         ("awq", {"quant_method": "hqq"}, "quantised by hqq, which is not served"),
+        # Methods that transformers skips, with their numbers but without their scales.
+        ("fp8 in blocks", {"quant_method": "modelopt"}, "weight_scale_inv.*, without which"),
+        ("compressed-tensors, 8 bits", {"quant_method": "unknown"}, "weight_scale.*, without which"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(method, changed, reason, tmp_path):

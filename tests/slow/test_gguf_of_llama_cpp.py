@@ -114,7 +114,10 @@ def test_greedy_ids_of_a_file_in_float32_are_those_of_transformers(name, convert
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "models").glob("*.gguf.inp")), ids=lambda path: path.name)
 def test_vocabularies_give_the_known_ids(path):
-    tokenizer = Tokenizer.from_str(Vocabulary(read_gguf(path.with_suffix(""))).tokenizer())
+    file = read_gguf(path.with_suffix(""))
+    if file.metadata["tokenizer.ggml.model"] not in ("gpt2", "llama"):
+        pytest.skip("of an architecture that is not served")
+    tokenizer = Tokenizer.from_str(Vocabulary(file).tokenizer())
     texts = path.read_text("utf-8").split("\n__ggml_vocab_test__\n")
     answers = path.with_suffix(".out").read_text().splitlines()
     assert len(answers) >= 40

@@ -29,8 +29,11 @@ def config_of(file: GGUF, vocabulary: int) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: architecture {architecture[:64]!r} is not served from GGUF; these are: {', '.join(_MAKERS)}"
         )
+    stated = _Stated(file, architecture)
+    if stated.number("pooling_type", 0) or not stated.flag("attention.causal"):
+        raise ValueError(f"{file.path} is a model of embeddings or scores, which are not served from GGUF")
     try:
-        config = make(_Stated(file, architecture), vocabulary)
+        config = make(stated, vocabulary)
     except ArithmeticError:  # Of sizes that are 0, and numbers that are far too small.
         raise ValueError(f"{file.path}: no sizes of heads follow from the metadata") from None
     if file.tensors:
@@ -81,8 +84,21 @@ class _Stated:
             raise ValueError(f"{self.file.path}: {name} is {value}")
         return of(value)
 
-    def real(self, name: str, default: float | None = None) -> float:
+    def real(self, name: str, default: float = 0.0) -> float:
         return float(self.number(name, default, of=float))
+
+    def flag(self, name: str) -> bool:
+        return bool(self.file.get(f"{self._prefix}.{name}", bool, True))
+
+    def layers(self, every: int) -> list[str]:
+        """Which layers have a window: of each `every` all but the last, unless the file says otherwise."""
+        key, count = "attention.sliding_window_pattern", min(self.number("block_count"), _MOST_LAYERS)
+        pattern = self.file.get(f"{self._prefix}.{key}", (int, array), every)
+        if isinstance(pattern, int):
+            pattern = [pattern < 1 or index % pattern < pattern - 1 for index in range(count)]
+        if len(pattern) < count:
+            raise ValueError(f"{self.file.path}: {key} is damaged")
+        return ["sliding_attention" if slides else "full_attention" for slides in pattern[:count]]
 
     def text(self, name: str) -> str:
         return str(self.file.get(f"{self._prefix}.{name}", str, ""))
@@ -113,7 +129,7 @@ def _decoder(stated: _Stated, vocabulary: int, kind: str, model_type: str, **mor
         "num_attention_heads": heads,
         "num_key_value_heads": stated.number("attention.head_count_kv", heads),
         "head_dim": head_size,
-        "rms_norm_eps": stated.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": stated.number("attention.layer_norm_rms_epsilon", of=float),
         "max_position_embeddings": stated.number("context_length"),
         "vocab_size": vocabulary if embedding is None else embedding.shape[0],
         "tie_word_embeddings": not stated.has("output.weight"),
@@ -123,9 +139,9 @@ def _decoder(stated: _Stated, vocabulary: int, kind: str, model_type: str, **mor
     }
 
 
-def _rotary(stated: _Stated, head_size: int, base: float = 10000.0, rotates_parts: bool = False) -> dict[str, Any]:
+def _rotary(stated: _Stated, head_size: int, rotates_parts: bool = False) -> dict[str, Any]:
     kind = stated.text("rope.scaling.type")
-    own: dict[str, Any] = {"rope_theta": stated.real("rope.freq_base", base)}
+    own: dict[str, Any] = {"rope_theta": stated.real("rope.freq_base", 10000.0)}
     context = stated.number("context_length")
     rotated = stated.number("rope.dimension_count", head_size)
     if rotated != head_size:
@@ -138,19 +154,22 @@ def _rotary(stated: _Stated, head_size: int, base: float = 10000.0, rotates_part
         original = stated.number("rope.scaling.original_context_length", context)
         factors = {f"{name}_factor": stated.factors(f"rope_factors_{name}.weight") for name in ("long", "short")}
         scaling = {"factor": context / max(1, original), "original_max_position_embeddings": original}
-        if (attention := stated.real("rope.scaling.attn_factor", 0.0)) > 0:
+        if attention := stated.real("rope.scaling.attn_factor"):
             scaling["attention_factor"] = attention
         return own | {"rope_type": "longrope"} | factors | scaling
-    if stated.has("rope_freqs.weight"):
-        return own | _of_factors(stated.factors("rope_freqs.weight"), own["rope_theta"], head_size, context)
     # Of files without a kind it is linear, in old ones by another name.
     factor = stated.real("rope.scaling.factor", stated.real("rope.scale_linear", 1.0))
-    if kind == "none" or factor in (0.0, 1.0):
+    is_plain, has_factors = kind == "none" or factor in (0.0, 1.0), stated.has("rope_freqs.weight")
+    if (has_factors and not is_plain) or (kind != "yarn" and stated.real("rope.scaling.attn_factor", 1.0) != 1):
+        raise ValueError(f"{stated.file.path} scales positions by two rules at once, which is not served")
+    if has_factors:
+        return own | _of_factors(stated.factors("rope_freqs.weight"), own["rope_theta"], head_size, context)
+    if is_plain:
         return own | {"rope_type": "default"}
-    original = stated.number("rope.scaling.original_context_length", int(context / factor))
     if kind in ("", "linear"):
         return own | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
+        original = stated.number("rope.scaling.original_context_length", context)
         own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         attention = stated.real("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
         fast, slow = (stated.real(f"rope.scaling.yarn_beta_{name}", beta) for name, beta in _BETAS)
@@ -214,32 +233,31 @@ def _gemma(stated: _Stated, vocabulary: int, kind: str, model_type: str, large: 
 
 def _gemma2(stated: _Stated, vocabulary: int) -> dict[str, Any]:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    own = {name: stated.real(name, value) for name, value in caps.items()}
-    window = stated.number("attention.sliding_window", 4096)
-    return _gemma(stated, vocabulary, "Gemma2ForCausalLM", "gemma2", 46, sliding_window=window, **own)
+    own: dict[str, Any] = {name: stated.real(name, value) for name, value in caps.items()}
+    own |= {"sliding_window": stated.number("attention.sliding_window", 4096), "layer_types": stated.layers(2)}
+    return _gemma(stated, vocabulary, "Gemma2ForCausalLM", "gemma2", 46, **own)
 
 
 def _gemma3(stated: _Stated, vocabulary: int) -> dict[str, Any]:
     window = stated.number("attention.sliding_window", 0)
-    cap = stated.real("final_logit_softcapping", 0.0) or None
-    config = _gemma(stated, vocabulary, "Gemma3ForCausalLM", "gemma3_text", 62, sliding_window=window or None)
-    full = (6 if window else 1) - 1  # Of so many layers the last one.
-    types = [
-        "sliding_attention" if index % 6 < full else "full_attention" for index in range(config["num_hidden_layers"])
-    ]
+    cap = stated.real("final_logit_softcapping") or None
+    config = _gemma(stated, vocabulary, "Gemma3ForCausalLM", "gemma3_text", 62, sliding_window=window or 1)
+    types = stated.layers(6) if window else ["full_attention"] * config["num_hidden_layers"]
     local = {"rope_type": "default", "rope_theta": stated.real("rope.freq_base_swa", 10000.0)}
-    rotary = {"full_attention": _rotary(stated, config["head_dim"], base=1e6), "sliding_attention": local}
+    rotary = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     return config | {"rope_parameters": rotary, "layer_types": types, "final_logit_softcapping": cap}
 
 
 def _granite(stated: _Stated, vocabulary: int) -> dict[str, Any]:
-    scales = {
-        "embedding_multiplier": stated.real("embedding_scale", 1.0),
-        "residual_multiplier": stated.real("residual_scale", 1.0),
-        "attention_multiplier": stated.real("attention.scale", 1.0),
-        "logits_scaling": stated.real("logit_scale", 1.0),
+    if not stated.flag("rope.scaling.finetuned"):
+        raise ValueError(f"{stated.file.path} is a Granite without positions, which is not served")
+    config = _decoder(stated, vocabulary, "GraniteForCausalLM", "granite")
+    return config | {
+        "embedding_multiplier": stated.real("embedding_scale") or 1.0,
+        "residual_multiplier": stated.real("residual_scale") or 1.0,
+        "attention_multiplier": stated.real("attention.scale") or config["head_dim"] ** -0.5,
+        "logits_scaling": stated.real("logit_scale") or 1.0,
     }
-    return _decoder(stated, vocabulary, "GraniteForCausalLM", "granite", **scales)
 
 
 def _smollm3(stated: _Stated, vocabulary: int) -> dict[str, Any]:

@@ -8,17 +8,24 @@ import json
 import os
 import shutil
 import tempfile
+from array import array
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from headrace.models.downloads import cache_folder
 from headrace.models.gguf.configuration import config_of
-from headrace.models.gguf.reader import read_gguf
+from headrace.models.gguf.reader import GGUF, read_gguf
 from headrace.models.gguf.vocabulary import Vocabulary
 from headrace.models.sources import GGUF_SUFFIX
 
 WEIGHTS_FILE = f"model{GGUF_SUFFIX}"  # The link; the other files of a model in several lie beside the target.
 _MAX_TEXT = 500
+# llama.cpp's names of sampling parameters, and those in generation_config.json.
+_SAMPLING = (
+    *((name, name) for name in ("top_k", "top_p", "min_p")),
+    *(("temp", "temperature"), ("penalty_repeat", "repetition_penalty")),
+)
 
 
 def gguf_folder(path: Path) -> Path:
@@ -53,7 +60,7 @@ def _make(path: Path, folder: Path) -> None:
     generation = named | ({"eos_token_id": ends} if ends else {})
     contents = {
         "config.json": json.dumps(config_of(file, vocabulary.size) | generation),
-        "generation_config.json": json.dumps(generation),
+        "generation_config.json": json.dumps(generation | _sampling(file)),
         "tokenizer_config.json": json.dumps(vocabulary.config()),
         "tokenizer.json": vocabulary.tokenizer(),
     }
@@ -68,3 +75,10 @@ def _make(path: Path, folder: Path) -> None:
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def _sampling(file: GGUF) -> dict[str, Any]:
+    """What the file states of sampling, by the names of generation_config.json."""
+    stated = {own: file.get(f"general.sampling.{name}", (int, float)) for name, own in _SAMPLING}
+    rounded = {name: round(value, 6) for name, value in stated.items() if value is not None}  # From 32 bits.
+    return rounded | {"suppress_tokens": list(file.get("tokenizer.ggml.suppress_tokens", array, ()))}

@@ -1,9 +1,8 @@
 """The tokenizer in a GGUF file's metadata, as the contents of `tokenizer.json` and `tokenizer_config.json`.
 
-Kinds, by `tokenizer.ggml.model`: byte pairs (`gpt2`) with the pre-tokenizer that `tokenizer.ggml.pre` names,
-SentencePiece with scores (`llama`) or merges (`gemma4`), and WordPiece (`bert`). The patterns are those of the models'
-own tokenizers; llama.cpp's names for them are in its src/llama-vocab.cpp. A name that is not known is refused, because
-another pattern gives other ids.
+Kinds, by `tokenizer.ggml.model`: byte pairs (`gpt2`) with the pre-tokenizer that `tokenizer.ggml.pre` names, and
+SentencePiece (`llama`). The patterns are those of the models' own tokenizers; llama.cpp's names for them are in its
+src/llama-vocab.cpp. A name that is not known is refused, because another pattern gives other ids.
 """
 
 from array import array
@@ -17,7 +16,7 @@ from headrace.models.tokenizer_files import tokenizer_errors
 
 _SPACE = "\u2581"
 _UNREACHABLE = "\ue000"  # Begins what stands for tokens that no text has.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
@@ -73,15 +72,7 @@ _PATTERNS: Mapping[tuple[str, ...], tuple[str, ...]] = {
 _SPLITS = {name: patterns for names, patterns in _PATTERNS.items() for name in names}
 _NORMALISED = ("qwen2", "deepseek-r1-qwen")  # To composed characters.
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-_MERGE_LAST = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "pixtral",
-    "tekken",
-    "gpt-4o",
-    "llama4",
-)  # A word in the vocabulary is a token.
+_MERGE_LAST = (*_BEGIN, "gpt-4o", "llama4", "glm4")  # A word in the vocabulary is a token.
 _MOST_SPLITS = 1 << 28  # Characters of all parts of all tokens; Gemma 3's have 1 << 24.
 _NAMED = {
     "bos": "bos",
@@ -93,14 +84,16 @@ _NAMED = {
     "mask": "mask",
 }
 _PIECES = {"bos": 1, "eos": 2, "unk": 0}  # SentencePiece's own, where the file names none, as in llama.cpp.
-# Texts of control tokens that end an answer or a turn, as llama.cpp has them.
+# Texts of tokens that end an answer, a turn or a file, as llama.cpp has them; they are control tokens in any file.
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
         *("<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<|end_of_role|>", "<end_of_utterance>"),
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
+        *("<|file_sep|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
+_END_IDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 class Vocabulary:
@@ -119,16 +112,23 @@ class Vocabulary:
             raise ValueError(f"{file.path}: the vocabulary is damaged: its tokens are too long")
         if not len(texts) == len(types) == len(scores):
             raise ValueError(f"{file.path}: the vocabulary is damaged: as many types and scores as tokens")
-        self._types, self._scores = types, scores
+        self._types, self._scores = list(types), scores
         ids: dict[str, int] = {}
         for index, text in enumerate(texts):
             if text in ids or not _is_text(text):
                 text = f"{_UNREACHABLE}{index}"
             ids[text] = index
+            if text in _ENDS and types[index] == _NORMAL:
+                self._types[index] = _CONTROL
         self._ids, self._texts = ids, list(ids)
 
     def _get(self, name: str, kind: type, default: Any = None) -> Any:
         return self._file.get(f"tokenizer.ggml.{name}", kind, default)
+
+    @property
+    def _has_prefix(self) -> bool:
+        """Whether a text gets a space before it."""
+        return self._kind == "llama" and bool(self._get("add_space_prefix", bool, True))
 
     @property
     def size(self) -> int:
@@ -144,13 +144,13 @@ class Vocabulary:
     @property
     def end_ids(self) -> list[int]:
         """The ids that end an answer."""
-        ends = [self.named_ids.get("eos"), *(self._get(f"{name}_token_id", int) for name in ("eot", "eom"))]
-        ends += [index for text, index in self._ids.items() if text in _ENDS and self._types[index] != _NORMAL]
+        ends = [self.named_ids.get("eos"), *(self._get(f"{name}_token_id", int) for name in _END_IDS)]
+        ends += [index for text, index in self._ids.items() if text in _ENDS]
         return sorted({index for index in ends if index is not None and 0 <= index < self.size})
 
     def tokenizer(self) -> str:
         """The contents of tokenizer.json."""
-        makers = {"gpt2": self._byte_pairs, "llama": self._pieces, "gemma4": self._pieces, "bert": self._word_pieces}
+        makers = {"gpt2": self._byte_pairs, "llama": self._pieces}
         make = makers.get(self._kind)
         if make is None:
             raise ValueError(f"{self._file.path}: its tokenizer is of the kind {self._kind[:64]!r}, which is not known")
@@ -188,45 +188,26 @@ class Vocabulary:
         return [(merge[:at], merge[at + 1 :]) for merge, at in pairs]
 
     def _pieces(self) -> Tokenizer:
-        merges = self._merges() if self._kind == "gemma4" else list(self._merges_by_score())
         unknown = self._texts[self.named_ids.get("unk", 0)]
-        has_bytes = _BYTE in self._types
+        has_bytes = "<0x00>" in self._ids  # Whatever their types are.
+        merges = list(self._merges_by_score())
         model = models.BPE(self._ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
         made = Tokenizer(model)
-        has_prefix = self._get("add_space_prefix", bool, self._kind == "llama")
-        steps: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+        steps: list[Any] = [normalizers.Prepend(_SPACE)] if self._has_prefix else []
         made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-        if self._kind == "gemma4":
-            made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
         parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_prefix else parts)
+        made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if self._has_prefix else parts)
         self._put_around(made, True)
         return made
 
     def _merges_by_score(self) -> Iterator[tuple[str, str]]:
         """Of two neighbours those are joined first whose piece has the highest score."""
-        known = {text: index for text, index in self._ids.items() if self._types[index] in (_NORMAL, _USER_DEFINED)}
+        kinds = (_NORMAL, _USER_DEFINED, _UNUSED)
+        known = {text: index for text, index in self._ids.items() if self._types[index] in kinds}
         for text in sorted(known, key=lambda text: (-self._scores[known[text]], known[text])):
             parts = ((text[:end], text[end:]) for end in range(1, len(text)))
             found = [(left, right) for left, right in parts if left in known and right in known]
             yield from sorted(found, key=lambda pair: (known[pair[0]], known[pair[1]]))
-
-    def _word_pieces(self) -> Tokenizer:
-        """The file marks pieces that begin a word; WordPiece those that do not."""
-        ids = {}
-        for text, index in self._ids.items():
-            is_piece = self._types[index] == _NORMAL
-            ids[text[1:] if text.startswith(_SPACE) else f"##{text}" if is_piece else text] = index
-        self._ids, self._texts = ids, list(ids)
-        if len(ids) != len(self._types):
-            raise ValueError("damaged")
-        named = {name: (self._texts[index], index) for name, index in self.named_ids.items()}
-        made = Tokenizer(models.WordPiece(ids, unk_token=named["unk"][0]))
-        made.normalizer = normalizers.BertNormalizer(lowercase=True)
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        made.decoder = decoders.WordPiece()
-        made.post_processor = processors.BertProcessing(named["sep"], named["cls"])
-        return made
 
     def _put_around(self, made: Tokenizer, has_begin: bool) -> None:
         """Adds the tokens that begin and end a text, where the file says so or its kind does."""
@@ -249,10 +230,14 @@ class Vocabulary:
             kind = self._types[index]
             if kind not in (_CONTROL, _UNKNOWN, _USER_DEFINED) or text.startswith(_UNREACHABLE):
                 continue
-            is_special = kind != _USER_DEFINED
+            is_special, has_space = kind != _USER_DEFINED, _SPACE in text
+            if has_space and self._has_prefix and not is_special:
+                continue  # It is made of its pieces: the normalizer would put the prefix before it.
             # In Phi 3's vocabulary spaces behind a control token belong to it.
             rstrip = strips and index not in kept and text != "<|endoftext|>"
-            added.append(AddedToken(text, special=is_special, normalized=_SPACE in text, rstrip=rstrip))
+            added.append(
+                AddedToken(text, special=is_special, normalized=has_space and not self._has_prefix, rstrip=rstrip)
+            )
         made.add_tokens(added)
 
 

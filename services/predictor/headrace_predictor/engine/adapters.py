@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.kinds import ADAPTER_FILE
 from headrace.models.sources import read_config
+from headrace.models.tokenizer_files import own_eos_id
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
 
 MAX_RANK = 256
@@ -94,7 +96,7 @@ class FusedLayer(nn.Module):
 
 @dataclass(eq=False)
 class Adapter:
-    """The products of a loaded adapter: those of fused layers by layer, others by module path.
+    """The products of a loaded adapter: those of fused layers by layer, others by module path; its own end tokens.
 
     `number` is unique in its engine, also after the adapter has been unloaded.
     """
@@ -102,6 +104,7 @@ class Adapter:
     number: int
     layers: dict[nn.Module, Products]
     modules: dict[str, LowRank]
+    end_ids: frozenset[int] = frozenset()
 
 
 class AdaptedTokens(NamedTuple):
@@ -253,7 +256,10 @@ class Adapters:
                     named = {name.removeprefix(f"{path}."): weights.pop(name) for name in own}
                     layers[layer] = layer.products(named, packed)
             modules = {path: LowRank(pair, packed) for path, pair in weights.items()}
-        self._loaded[number] = Adapter(number, layers, modules)
+        ends = eos_ids_of(read_generation(folder), folder, own_eos_id(folder))
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        known = frozenset(token_id for token_id in ends if token_id < vocabulary)
+        self._loaded[number] = Adapter(number, layers, modules, known)
         self.is_used = True
 
     def unload(self, number: int) -> None:

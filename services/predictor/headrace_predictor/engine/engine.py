@@ -121,17 +121,17 @@ class ContinuousBatchingEngine:
 
     def generate(self, submission: Submission, output: SequenceOutput) -> None:
         """Queues a submission as `submit` does; its tokens go to `output`."""
-        sequence = Sequence(submission, output, self._end_ids, self._runner.start_ids)
-        sampling = sequence.sampling
-        if sequence.adapter_number:
-            sequence.adapter = self._adapter(sequence.adapter_number)
+        adapter = self._adapter(submission.adapter) if submission.adapter else None
+        end_ids = self._end_ids if adapter is None else self._end_ids | adapter.end_ids
+        sequence = Sequence(submission, output, end_ids, self._runner.start_ids)
+        sampling, sequence.adapter = sequence.sampling, adapter
         if self.rules is not None:
             rules = self.rules
             if sampling.structured_outputs:  # The form alone says how an answer begins and ends.
                 rules = rules.model_copy(update={"forced_bos_token_id": None, "forced_eos_token_id": ()})
             sequence.row = sequence.row._replace(rules=rules, takes_likeliest=False)
         if (restrictions := sequence.row.restrictions) is not None:
-            masked = sampling.end_ids(self._end_ids) if sampling.min_tokens else frozenset()
+            masked = sampling.end_ids(end_ids) if sampling.min_tokens else frozenset()
             restrictions.check(masked, self.limits.vocabulary_size)
         if not sampling.structured_outputs or sequence.complete == "stop":
             self._begin(sequence)

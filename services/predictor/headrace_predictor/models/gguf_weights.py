@@ -53,7 +53,10 @@ _OWN: Mapping[str, Mapping[str, str]] = {
 }
 _EXPERTS = "ffn_{}_exps"
 _TURNED = ("llama", "mixtral", "granite", "smollm3")  # Their queries and keys have llama.cpp's order.
-_UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\..*")
+_UNUSED = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.((attn_rot_embd|rope_freqs)\..*"
+    r"|ffn_(gate|up|down)_exps\.weight)"
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # By type, the index of its kind in KINDS of cpu/grouped.py.
 KINDS_OF = {"Q4_0": 0, "Q4_1": 0, "Q4_K": 0, "Q5_0": 1, "Q8_0": 1, "Q5_1": 2, "Q5_K": 2, "Q6_K": 3}
@@ -217,7 +220,7 @@ def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str
     names = {**_LAYER, **_OWN.get(kind, {})}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if kind in _TURNED else {}
     for name, place in file.tensors.items():
-        if _UNUSED.fullmatch(name) or "_exps." in name:
+        if _UNUSED.fullmatch(name):
             continue
         outer, _, what = name.rpartition(".")
         stem, own, order = outer, _OUTER.get(outer), None

@@ -1,6 +1,7 @@
 """Loads weights of transformers' models: complete, onto one device, from safetensors or GGUF."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from headrace_predictor.settings import PredictorSettings
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 _NAMED = 3
+_SCALE = re.compile(r"SCB|scales|scale_weight|(weight|gate_up_proj|down_proj)_scales?(_inv|_2)?")
 # Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
@@ -104,7 +106,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     if left_out := [key for key in sorted(info["unexpected_keys"]) if _is_left_out(model, folder, key)]:
         raise StartupError(
             f"model {name}: {folder} has {_some(left_out)}, without which {type(model).__name__} would compute; does "
-            "config.json lack attention_bias or the like?"
+            "config.json lack attention_bias, quantization_config or the like?"
         )
     if getattr(model.config, "attention_type", None) == "block_sparse" and not model.config.is_decoder:
         raise StartupError(
@@ -170,6 +172,8 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # They are refused here, by name.
         )
+    except KeyError as error:  # Of a rope_type, for example.
+        raise StartupError(f"model {name}: of config.json transformers refuses {error}") from None
     except (ImportError, RuntimeError, ValueError) as error:
         stated = getattr(config, "quantization_config", None)
         if stated is None:
@@ -182,9 +186,13 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
 
 
 def _is_left_out(model: Any, folder: Path, key: str) -> bool:
-    """Whether a tensor is the bias of a layer that the class computes without one; some tools write zeros."""
+    """Whether a tensor is the scale of quantised weights, or the bias of a layer that the class computes without one;
+    some tools write zeros."""
     layer, _, part = key.rpartition(".")
-    if part != "bias" or getattr(dict(model.named_modules()).get(layer), "weight", None) is None:
+    module = dict(model.named_modules()).get(layer)
+    if module is not None and _SCALE.fullmatch(part):
+        return True
+    if part != "bias" or getattr(module, "weight", None) is None:
         return False
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
