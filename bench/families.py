@@ -1,10 +1,11 @@
 """What one forward pass for all rows gives: tokens a second of families of models, and of the same one row at a time.
 
 Published architectures in shapes of 50 to 100 million parameters with random weights, float32, one thread, each setting
-by default; a step of Mamba 2 is ours (mamba.py) in both engines. A caller has one request after another, 32 tokens in,
-64 out, greedy, of random ids. Both engines of a family are in one process; a round measures each case with both, one
-after the other, in random order. Seconds are those of the process's processor time, callers included, so that other
-processes of the machine hardly matter.
+by default; a step of Mamba 2 is ours (mamba.py) in both engines. All callers send a request at once, 32 tokens in, 64
+out, greedy, of random ids, and are measured until the last one has its answer: a part of that would have another share
+of prompts than of outputs. Both engines of a family are in one process; a round measures each case with both, one after
+the other, in random order. Seconds are those of the process's processor time, callers included, so that other processes
+of the machine hardly matter.
 
 `python -m bench.families` writes bench/results/families.json; over two minutes for each family. `--only` measures
 some families and keeps what the file has of the others.
@@ -34,7 +35,7 @@ from headrace_protos.steps_pb2 import Submission
 
 _RANDOM = random.Random(1)  # noqa: S311
 _STREAMS = (1, 8)
-_PROMPT_TOKENS, _TOKENS, _WARM_UP_S = 32, 64, 1.0
+_PROMPT_TOKENS, _TOKENS, _WARM_UP_TOKENS = 32, 64, 2
 _COMMON: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 512, "max_position_embeddings": 2048}
 _ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -127,14 +128,13 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 def main() -> None:
     options = parser(__doc__, "families")
     options.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
-    options.add_argument("--seconds", type=float, default=5.0, help="of each case (default 5)")
     options.add_argument("--only", nargs="+", choices=_CONFIGS, default=_CONFIGS, help="families (default all)")
     given = options.parse_args()
     torch.set_num_threads(1)
     kept = json.loads(given.out.read_text()) if given.out.exists() else {}
     report = {name: kept[name] for name in _CONFIGS if name in kept}
     for name in given.only:
-        report[name] = asyncio.run(_measure(name, given.rounds, given.seconds))
+        report[name] = asyncio.run(_measure(name, given.rounds))
         for case, found in report[name]["ratios"].items():
             print(
                 f"{name:12} {case:10} {found['median']:.2f} times as many ({found['low']:.2f} to {found['high']:.2f})"
@@ -142,7 +142,7 @@ def main() -> None:
         write(given.out, {"machine": machine(), "rounds": given.rounds, **report})
 
 
-async def _measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
+async def _measure(name: str, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     config = _CONFIGS[name]()
     auto: Any = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
@@ -158,10 +158,12 @@ async def _measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
         together = _engine(name, again, stack)
         engines[together.description["runner"]] = together
         cases = [(engine, streams) for engine in engines for streams in _STREAMS]
+        for engine, streams in cases:
+            await _rate(engines[engine], streams, _WARM_UP_TOKENS)
         for _ in range(rounds):
             for engine, streams in _RANDOM.sample(cases, len(cases)):
                 own = rates.setdefault(engine, {}).setdefault(f"{streams} streams", [])
-                own.append(await _rate(engines[engine], streams, seconds))
+                own.append(await _rate(engines[engine], streams, _TOKENS))
     before, after = rates["one row"], rates[together.description["runner"]]
     ratios = {case: estimate(paired_ratios(after[case], before[case])) for case in before}
     return {
@@ -182,34 +184,21 @@ def _engine(name: str, model: Any, stack: ExitStack) -> ContinuousBatchingEngine
     return engine
 
 
-async def _rate(engine: ContinuousBatchingEngine, streams: int, seconds: float) -> float:
-    """Tokens a second of processor time, after a warm-up."""
-    callers = [asyncio.create_task(_repeat(engine)) for _ in range(streams)]
-    try:
-        await asyncio.sleep(_WARM_UP_S)
-        before, began = engine.statistics.tokens, time.process_time()
-        await asyncio.sleep(seconds)
-        return (engine.statistics.tokens - before) / (time.process_time() - began)
-    finally:
-        for caller in callers:
-            caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
-        while engine.load.running or engine.load.waiting:  # noqa: ASYNC110  # the engine has no event for it
-            await asyncio.sleep(0.01)
+async def _rate(engine: ContinuousBatchingEngine, streams: int, tokens: int) -> float:
+    """Tokens a second of processor time."""
+    began = time.process_time()
+    await asyncio.gather(*(_answer(engine, tokens) for _ in range(streams)))
+    return streams * tokens / (time.process_time() - began)
 
 
-async def _repeat(engine: ContinuousBatchingEngine) -> None:
-    while True:
-        prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
-        sampling = SamplingParameters(max_tokens=_TOKENS, temperature=0.0, seed=1, chunk_ms=1000)
-        slot = engine.submit(
-            Submission(request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode())
-        )
-        try:
-            while (await slot.read()).finish_reason is None:
-                pass
-        finally:
-            slot.cancel()
+async def _answer(engine: ContinuousBatchingEngine, tokens: int) -> None:
+    prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
+    sampling = SamplingParameters(max_tokens=tokens, temperature=0.0, seed=1, chunk_ms=1000)
+    slot = engine.submit(
+        Submission(request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode())
+    )
+    while (await slot.read()).finish_reason is None:
+        pass
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ class Loop:
         with torch.inference_mode():
             self.runner = make(cache_shape(model), blocks)
         manager = BlockManager(blocks, BLOCK_TOKENS)
-        self.scheduler = Scheduler(manager, max_running, 1000, step_tokens, self.runner.reuses_prefixes)
+        reuses, states = self.runner.reuses_prefixes, self.runner.prefix_states
+        self.scheduler = Scheduler(manager, max_running, 1000, step_tokens, reuses, states=states)
         self.failed = []
 
     def add(self, prompt, length, output_ids=()):

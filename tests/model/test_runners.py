@@ -294,6 +294,74 @@ def test_slots_keep_their_contents_wherever_they_are_moved():
             assert [float(tensor.sum()) for tensor in slots.view(state.slot, 1)] == [2 * one, one]
 
 
+PREFIX = [(37 * n * n + 11 * n) % (VOCABULARY - 3) + 3 for n in range(140)]
+PREFIXED = [[*PREFIX, *PREFIX[n : n + length]] for n, length in enumerate((1, 50, 50, 18, 50, 90))]
+
+
+@each([name for name in HYBRID if name != "Mamba"])
+def test_a_prompt_that_continues_from_states_of_its_prefix_has_the_bits_that_it_has_without(name):
+    def answer(loop, prompt):
+        computed, own = [], loop.runner.run
+        loop.runner.run = lambda rows: computed.append(own(rows).clone()) or computed[-1].clone()
+        sequence = loop.add(prompt, 6)
+        loop.run_all()
+        loop.runner.run = own
+        return sequence, torch.cat(computed)
+
+    shared = loop_of(name, step_tokens=1000)
+    for cached, prompt in zip((0, 128, 128, 128), (PREFIXED[0], *PREFIXED[:3]), strict=True):
+        (sequence, logits), (plain, expected) = answer(shared, prompt), answer(loop_of(name, step_tokens=1000), prompt)
+        assert (sequence.cached_tokens, plain.cached_tokens) == (cached, 0)
+        assert sequence.output_ids == plain.output_ids == greedy(generated(name)[0], prompt, 6)
+        assert torch.equal(logits, expected)
+
+
+@each([name for name in HYBRID if name != "Mamba"])
+@pytest.mark.parametrize("limit", [2, 3])
+def test_states_of_prefixes_survive_preemption_and_take_the_slots_that_sequences_leave(name, limit):
+    loop = loop_of(name, blocks=10, max_running=limit, step_tokens=1000)
+    loop.runner.limit(limit)
+    requests = [(prompt, 12) for prompt in PREFIXED * 2] + [([*reversed(PREFIX)], 12)]
+    sequences = [loop.add(*request) for request in requests]
+    kept = []
+    while loop.scheduler.sequences:
+        loop.step()
+        kept.append(len(loop.runner.prefix_states))
+    assert [sequence.output_ids for sequence in sequences] == [greedy(generated(name)[0], *one) for one in requests]
+    assert loop.scheduler.preempted > 0
+    assert max(kept) <= limit
+    assert sum(sequence.cached_tokens for sequence in sequences) > 0
+    assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
+
+
+@each([name for name in HYBRID if name != "Mamba"])
+def test_a_prefix_that_two_prompts_share_is_kept_for_the_third(name):
+    loop, sequences = loop_of(name), []
+    for tail in (60, 61, 62):
+        sequences.append(loop.add([*PREFIX, *range(tail, tail + 130)], 4))
+        loop.run_all()
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 0, 128]
+
+
+def test_copies_of_states_give_way_to_sequences():
+    slots = Slots([torch.zeros(1)])
+    slots.most = 4
+    running = [slots.take() for _ in range(2)]
+    for number, state in enumerate(running):
+        state.done = number + 1
+        slots.write(state.slot, [torch.full((1,), number)])
+        slots.keep(b"%d" % number, state)
+    assert [*slots.copies] == [b"0", b"1"]
+    assert slots.restore(b"2") is None
+    restored = slots.restore(b"0")  # Into the copy's own slot: all are taken.
+    assert (restored.done, float(slots.view(restored.slot, 1)[0])) == (1, 0.0)
+    running += [restored, slots.take()]
+    assert not slots.copies
+    slots.keep(b"3", running[0])
+    assert not slots.copies
+    assert sorted(state.slot for state in running) == [0, 1, 2, 3]
+
+
 @each(HYBRID)
 def test_beyond_their_limit_states_are_lost_and_computed_again(name):
     loop = loop_of(name, max_running=6)

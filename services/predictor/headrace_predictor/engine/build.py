@@ -110,6 +110,7 @@ def build_engine(
         settings.step_tokens,
         runner.reuses_prefixes,
         runner.scaling,
+        runner.prefix_states,
     )
     engine = ContinuousBatchingEngine(
         name,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, GrowingMemory
@@ -94,19 +94,6 @@ def _alike(rows: Rows[Row]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups]
 
 
-def transpose_weights(model: Any) -> None:
-    """Stores the weights of linear layers column by column, in float32 on the CPU.
-
-    Eight rows take half of the time then, and one as much as before; with packed products (packed_linear.py) one row
-    takes more, and no promise of this runner needs rows that are equal to the last bit.
-    """
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t(), requires_grad=False)
-
-
 class _Pools:
     """Keys and values of each layer [slots, heads, head size], of the sizes and the dtype that the model gives."""
 
@@ -143,19 +130,28 @@ class _PassCache:
 
     def __init__(self, pools: _Pools, slots: Tensor, count: int) -> None:
         self._pools = pools
-        self._rows, self._length = slots.shape
+        self._slots = slots
+        self._length = slots.shape[1]
         self._count = count
-        self._read = slots.flatten()
         self._written = slots[:, -count:].flatten()
+        self._places: dict[int, Tensor] = {}  # By the number of heads, those of each row's heads in all tokens.
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Stores new keys and values [rows, heads, count, size]; returns all [rows, heads, tokens, size]."""
         whole = []
         for pool, new in zip(self._pools.of(layer_idx, keys, values), (keys, values), strict=True):
             pool[self._written] = new.transpose(1, 2).flatten(0, 1)
-            copies = pool.index_select(0, self._read)
-            whole.append(copies.view(self._rows, self._length, *pool.shape[1:]).transpose(1, 2))
+            # Contiguous as the model multiplies them, which would copy them once more.
+            places = self._of_heads(pool.shape[1])
+            copies = pool.flatten(0, 1).index_select(0, places.flatten())
+            whole.append(copies.view(*places.shape, -1))
         return whole[0], whole[1]
+
+    def _of_heads(self, heads: int) -> Tensor:
+        if heads not in self._places:
+            numbers = torch.arange(heads, device=self._slots.device)[:, None]
+            self._places[heads] = self._slots[:, None] * heads + numbers
+        return self._places[heads]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The tokens before the new ones, padding included."""

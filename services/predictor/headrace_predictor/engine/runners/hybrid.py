@@ -6,6 +6,10 @@ slots (states.py), on which a pass works in place; keys and values of attention 
 each row attends to its own (attention.py), so that no row is padded to the length of another. Everything else in these
 models is computed row by row. `proof.py` verifies at load that this is right for the model.
 
+On the CPU a pass of a prompt ends at each multiple of PREFIX_TOKENS, whatever is cached: in most models the last bits
+depend on where prompts are cut. There the states of a prefix can be kept, and a sequence that continues from them has
+the bits that it would have without.
+
 While a pass runs, its sequences have no state. If it fails, their ids are computed again from the first on, and so they
 are if a step is repeated after its states have advanced.
 """
@@ -24,11 +28,12 @@ from headrace_predictor.engine.runners.attention import StepPlanner, paged_atten
 from headrace_predictor.engine.runners.interface import ModelRunner, first_row
 from headrace_predictor.engine.runners.mamba import quicken
 from headrace_predictor.engine.runners.states import Slots, State, first_states, recurrent_states
-from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row
+from headrace_predictor.engine.state.blocks import PREFIX_TOKENS
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence
 
 NAME = "headrace_hybrid"
-_PIECE = 512  # Ids of a pass that computes a state again.
+_PIECE = 512  # Ids of a pass that computes a state again: all at once, they could take any memory and time.
 
 
 class _Pass:
@@ -56,6 +61,7 @@ class HybridRunner(ModelRunner):
         if states is None:
             raise ValueError("the model has no recurrent states")
         self.reads_whole_prompts = whole
+        self.reuses_prefixes = not whole and model.device.type == "cpu"  # A GPU's passes are better long.
         self.description = "hybrid" if together else "one row"
         self._together = together
         self._model = model
@@ -77,6 +83,7 @@ class HybridRunner(ModelRunner):
             model.set_attn_implementation(NAME)
         with self._attending([first_row()]):
             self._slots = Slots(first_states(model, states))
+        self.prefix_states = self._slots.copies
 
     def limit(self, states: int) -> None:
         """Sets how many sequences have states: beyond that, one that is not in the step is computed again later."""
@@ -126,16 +133,22 @@ class HybridRunner(ModelRunner):
         if self.reads_whole_prompts and state is None and end < len(sequence.ids):
             return torch.empty(0)
         if state is None:
-            state, sequence.state = self._slots.take(), None
-        done = state.done
-        step = max(row.count, _PIECE)  # All at once, the ids of a lost state could take any memory and time.
-        if self.reads_whole_prompts:
-            step = 1 if done else end
+            sequence.state = None
+            if row.start and row.start % PREFIX_TOKENS == 0:
+                state = self._slots.restore(_name(sequence, row.start))
+            state = state or self._slots.take()
         logits = torch.empty(0)
-        for start in range(done, end, step):
-            piece = Row(sequence, start, min(step, end - start))
-            logits = self._compute([piece], state.slot, continues=start > 0)
-        state.done = end
+        while (start := state.done) < end:
+            if self.reads_whole_prompts:
+                stop = start + 1 if start else end
+            elif self.reuses_prefixes:
+                stop = min(end, (start // PREFIX_TOKENS + 1) * PREFIX_TOKENS)
+            else:
+                stop = min(end, start + max(row.count, _PIECE))
+            logits = self._compute([Row(sequence, start, stop - start)], state.slot, continues=start > 0)
+            state.done = stop
+            if stop in sequence.borders:
+                self._slots.keep(_name(sequence, stop), state)
         sequence.state = state
         return logits[0]
 
@@ -162,6 +175,11 @@ class HybridRunner(ModelRunner):
 
     def _tensor(self, values: list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._model.device)
+
+
+def _name(sequence: Sequence, end: int) -> bytes:
+    """The name of a sequence's block that ends there."""
+    return sequence.block_names(end // BLOCK_TOKENS, BLOCK_TOKENS)[-1]
 
 
 def _done(row: Row) -> int:

@@ -1,6 +1,7 @@
 """The interface of model runners, which compute the steps; each runner serves a family of models."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from collections.abc import Sequence as Rows
 
 from torch import Tensor
@@ -15,6 +16,7 @@ class ModelRunner(ABC):
 
     description: str  # Its kind in a word or two, for the log and ModelConfig.
     start_ids: tuple[int, ...] = ()  # Between prompt and output: an encoder-decoder model's decoder start token.
+    prefix_states: Container[bytes] | None = None  # Of a runner with recurrent states, see Holdings.
     reuses_prefixes = False  # Whether a block's contents depend only on the ids up to its end, and `scaling`'s stage.
     scores_prompts = False  # Whether rows may have positions to score.
     scaling: Scaling | None = None  # How its keys depend on the length of their sequence; None: they do not.

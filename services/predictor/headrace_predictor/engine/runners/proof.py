@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
 from headrace_predictor.engine.gpu.operations import Operations
-from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
+from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -177,9 +177,7 @@ class Proof:
             return None
         with suppress(*_FAILURES), near_limits(self.model, self.rotary, self._far):
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                if self.quantise is None:
-                    transpose_weights(model)
-                return self.finished(BatchedRunner(model, blocks))
+                return self.finished(BatchedRunner(model, blocks), pack_called)
         return None
 
     def other_runner(self, blocks: int, reason: str) -> tuple[ModelRunner, str | None]:

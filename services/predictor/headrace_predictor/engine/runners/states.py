@@ -6,12 +6,14 @@ given.
 
 The states of sequences lie in slots, the rows of tensors that a pass reads and writes where they lie. A pass takes the
 first slots, so what it computes together is moved there if it is elsewhere: one row when a sequence comes or goes,
-nothing while the same sequences decode. A slot is free when nothing refers to its `State` any more.
+nothing while the same sequences decode. A slot is free when nothing refers to its `State` any more. Slots that no
+sequence needs have copies of the states at the end of prefixes.
 """
 
 import inspect
 import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -185,7 +187,8 @@ class State:
 class Slots:
     """`tensors` [slots, …] grow with the number of sequences, to `most` slots; `like` are tensors [1, …].
 
-    Beyond `most` a state that is not in `kept` loses its slot. For one thread.
+    Beyond `most` the copy that was used least recently loses its slot, then a state that is not in `kept`. `copies` are
+    those of prefixes, by the name of the block that ends there. For one thread.
     """
 
     most = 256
@@ -193,11 +196,14 @@ class Slots:
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.tensors = [tensor.new_zeros((_FIRST_SLOTS, *tensor.shape[1:])) for tensor in like]
         self.kept: set[State | None] = set()
+        self.copies: OrderedDict[bytes, State] = OrderedDict()
         self._owners: list[weakref.ref[State] | None] = [None] * _FIRST_SLOTS
 
     def take(self) -> State:
         """A free slot, whose contents are those of an earlier sequence."""
-        owners = [self._owner(slot) for slot in range(len(self._owners))]
+        if self.copies and self._is_full:
+            self.copies.popitem(last=False)
+        owners = self._all_owners
         free = next((slot for slot, owner in enumerate(owners) if owner is None), None)
         if free is None and len(owners) >= self.most:
             free = next((slot for slot, owner in enumerate(owners) if owner not in self.kept), None)
@@ -211,6 +217,29 @@ class Slots:
             self._owners += [None] * (size - free)
         state = State(free)
         self._owners[free] = weakref.ref(state)
+        return state
+
+    def keep(self, name: bytes, state: State) -> None:
+        """Copies a sequence's states for others, unless sequences have all slots."""
+        self.copies.pop(name, None)
+        if self.copies or not self._is_full:
+            copy = self.take()
+            for tensor in self.tensors:
+                tensor[copy.slot] = tensor[state.slot]
+            copy.done = state.done
+            self.copies[name] = copy
+
+    def restore(self, name: bytes) -> State | None:
+        """The states that were kept under a name, in a slot of their own."""
+        if name not in self.copies:
+            return None
+        if self._is_full:
+            return self.copies.pop(name)
+        self.copies.move_to_end(name)
+        state, copy = self.take(), self.copies[name]
+        for tensor in self.tensors:
+            tensor[state.slot] = tensor[copy.slot]
+        state.done = copy.done
         return state
 
     def gather(self, states: Sequence[State]) -> None:
@@ -245,6 +274,14 @@ class Slots:
         self._owners[source], self._owners[target] = self._owners[target], self._owners[source]
         if other is not None:
             other.slot = source
+
+    @property
+    def _all_owners(self) -> list[State | None]:
+        return [self._owner(slot) for slot in range(len(self._owners))]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._owners) >= self.most and None not in self._all_owners
 
     def _owner(self, slot: int) -> State | None:
         owner = self._owners[slot]

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from headrace.clients import WITHOUT_KEY
 
 RESERVED = 1  # Block 0.
+PREFIX_TOKENS = 128  # Recurrent states of prefixes are kept at multiples of this, which each pass of a prompt ends at.
 
 
 def first_name(client: str, salt: str, adapter: int = 0, stage: int = 0) -> bytes:

@@ -4,11 +4,12 @@ Pure. It decides only which sequence leaves a full queue; the scheduler, which i
 """
 
 from bisect import insort
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import count as counter
 
 from headrace.errors import InvalidRequestError, OverloadedError
-from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.engine.state.blocks import PREFIX_TOKENS, BlockManager
 from headrace_predictor.engine.state.sequence import Row, Sequence, precedence
 from headrace_predictor.engine.state.shares import Shares
 
@@ -43,10 +44,16 @@ class Scaling:
 
 
 class Holdings:
-    """Gives blocks to sequences and takes them back. `reuses_prefixes`: see the scheduler."""
+    """Gives blocks to sequences and takes them back. `reuses_prefixes`: see the scheduler.
 
-    def __init__(self, blocks: BlockManager, reuses_prefixes: bool) -> None:
+    With recurrent states a sequence can start only where some are kept: at the end of blocks whose names are in
+    `states`. They are kept at the last border of PREFIX_TOKENS in what a sequence begins with, and at the last one in
+    what it shares with earlier ones; only blocks before these have names.
+    """
+
+    def __init__(self, blocks: BlockManager, reuses_prefixes: bool, states: Container[bytes] | None = None) -> None:
         self._blocks = blocks
+        self._states = states
         self._reuses_prefixes = reuses_prefixes
 
     def find(self, sequence: Sequence) -> tuple[list[int], bool]:
@@ -54,7 +61,14 @@ class Holdings:
         if not self._reuses_prefixes:
             return [], False
         full = sequence.reusable // self._blocks.block_tokens
-        return self._blocks.find(sequence.block_names(full, self._blocks.block_tokens))
+        names = sequence.block_names(full, self._blocks.block_tokens)
+        found, pending = self._blocks.find(names)
+        if self._states is not None:
+            ends = len(sequence.ids) - 1, len(found) * self._blocks.block_tokens
+            sequence.borders = frozenset(end // PREFIX_TOKENS * PREFIX_TOKENS for end in ends)
+            while found and names[len(found) - 1] not in self._states:
+                found.pop()
+        return found, pending
 
     def missing(self, sequence: Sequence, cached: list[int]) -> int:
         """How many blocks are too few for the known ids of a sequence that would start, and the next one."""
@@ -70,7 +84,7 @@ class Holdings:
         sequence.computed = len(cached) * self._blocks.block_tokens
         if sequence.timeline.started is None:
             sequence.cached_tokens = min(sequence.computed, len(sequence.input_ids))
-        if self._reuses_prefixes:
+        if self._reuses_prefixes and self._states is None:
             full = len(sequence.ids) // self._blocks.block_tokens
             sequence.announced = sequence.block_names(full, self._blocks.block_tokens)[len(cached) :]
             self._blocks.announce(sequence.announced)
@@ -82,8 +96,12 @@ class Holdings:
         if self._reuses_prefixes:
             size = self._blocks.block_tokens
             first, end = before // size, sequence.computed // size
+            if self._states is not None:
+                first, end = 0, max((n for n in sequence.borders if before < n <= sequence.computed), default=0) // size
             if first < end:
                 names = sequence.block_names(end, size)
+                if self._states is not None and names[-1] not in self._states:
+                    return
                 for index in range(first, end):
                     self._blocks.name(sequence.blocks[index], names[index])
 
@@ -141,6 +159,7 @@ class InFlight:
         step_tokens: int,
         reuses_prefixes: bool = True,
         scaling: Scaling | None = None,
+        states: Container[bytes] | None = None,
     ) -> None:
         self.blocks = blocks
         # Both sorted by `precedence`.
@@ -150,7 +169,7 @@ class InFlight:
         self.crowded_out: list[Sequence] = []
         self.preempted = 0
         self._limits = StepLimits(max(step_tokens, max_running), max_running)
-        self._holdings = Holdings(blocks, reuses_prefixes)
+        self._holdings = Holdings(blocks, reuses_prefixes, states)
         self._shares = Shares()
         self._scaling = scaling
         self._alone: list[Sequence] = []  # Isolated sequences without their next token, in order of arrival.

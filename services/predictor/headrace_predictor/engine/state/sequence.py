@@ -80,6 +80,7 @@ class Sequence:
         self.computed = 0
         self.newest = 1  # The number of its last ids that came at once: more than one where a grammar forces tokens.
         self.cached_tokens = 0
+        self.borders: frozenset[int] = frozenset()  # Where its recurrent states are kept for others.
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
         self.stage = 0  # Of its first keys, see Scaling in in_flight.py.
