@@ -207,8 +207,20 @@ def test_kernels_are_kept_in_tmpdir_where_the_home_cannot_be_written(tmp_path):
     program = "from headrace_predictor.engine.cpu import compiled; print(compiled.config.CACHE_DIR)"
     # Not even root can write there.
     environment = os.environ | {"HOME": "/proc", "NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith(f"{tmp_path}/headrace-kernels-"), done.stderr
+
+    def run():
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100
+        )
+
+    own = tmp_path / f"headrace-kernels-{os.getuid()}"
+    assert (done := run()).stdout.startswith(f"{own}/"), done.stderr
+    own.chmod(0o777)  # Numba executes what is there.
+    assert "can be kept neither" in run().stderr
+    own.rename(tmp_path / "others")
+    own.symlink_to(tmp_path / "others")
+    own.chmod(0o700)
+    assert "can be kept neither" in run().stderr
 
 
 async def test_the_host_uses_one_thread(engine_of, engine_host):

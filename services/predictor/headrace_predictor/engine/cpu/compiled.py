@@ -11,6 +11,7 @@ from contextlib import suppress
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
+from stat import S_ISDIR
 from tempfile import gettempdir
 from typing import Any
 
@@ -47,14 +48,19 @@ class Locator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 def _folder() -> Path:
-    # Numba executes what it finds: in TMPDIR nobody else may own the folder.
     own = Path(gettempdir()) / f"headrace-kernels-{os.getuid()}"
     for folder in (Path(config.CACHE_DIR or expanduser("~/.cache/headrace/kernels")), own):
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and (folder != own or folder.stat().st_uid == os.getuid()):
+            if os.access(folder, os.W_OK) and (folder != own or _is_private(folder)):
                 return folder
     raise OSError("compiled kernels can be kept neither in NUMBA_CACHE_DIR nor in TMPDIR")
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can put files there, which Numba would execute."""
+    info = folder.lstat()
+    return S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
 
 
 config.CACHE_DIR = str(_folder() / CODE)
