@@ -18,7 +18,7 @@ from headrace_predictor.engine_process import host
 
 logger = logging.getLogger(__name__)
 
-_START_S = 3600.0  # Importing the libraries takes seconds, or many minutes where the processor is emulated.
+_START_S = 900.0  # Importing the libraries takes seconds, or minutes where the processor is emulated.
 _ATTEMPTS = 2
 # The library for numpy's products keeps threads, which a fork would not have.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
