@@ -141,7 +141,8 @@ def _disk(settings: StackSettings) -> str:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         if not os.access(there, os.W_OK) or free < _LEAST_BYTES:
-            raise StartupError(f"{there} is full or cannot be written: make room, or set {setting} to another folder")
+            kind = StartupError if folder == settings.run_folder else Remark  # Models that are here are served.
+            raise kind(f"{there} is full or cannot be written: make room, or set {setting} to another folder")
         texts.append(f"{free / 1e9:.1f} GB free for {folder}")
         if free < _FEW_BYTES:
             raise Remark(f"{texts[-1]}: a model or a long payload log may fill it; {setting} names another folder")

@@ -62,6 +62,14 @@ def test_the_memory_is_compared_with_the_weights(
     assert expected[1] in text
 
 
+def test_without_a_cache_the_models_that_are_here_are_served(
+    monkeypatch: pytest.MonkeyPatch, settings: StackSettings
+) -> None:
+    monkeypatch.setattr(doctor, "cache_folder", lambda: Path("/proc/headrace"))
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != Path("/proc"))
+    assert outcome("disk", settings)[0] == "note"
+
+
 @pytest.mark.parametrize(
     ("free", "writable", "expected"),
     [
