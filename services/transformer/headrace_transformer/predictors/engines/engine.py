@@ -66,7 +66,10 @@ class Running(Protocol):
 
 
 class Engine:
-    """See the module. `address` is the base of its paths, with the host as an address; `host` is its name."""
+    """See the module. `address` is the base of its paths, with the host as an address; `host` is its name.
+
+    `statistics` are those of the model, to which its requests are added.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Engine:
         address: str,
         host: str,
         session: aiohttp.ClientSession,
+        *,
         silence_limit_s: float,
         statistics: pb.ModelStatistics,
     ) -> None:
@@ -81,7 +85,7 @@ class Engine:
         self.address = address
         self.name = address.partition("://")[2].partition("/")[0]
         self.running: set[Running] = set()
-        self.statistics = statistics  # Of all engines of the model.
+        self.statistics = statistics
         self.kind = source.kind
         self.served = source.served
         self.context_length: int | None = None

@@ -155,7 +155,12 @@ class EnginePool:
         for address, host in wanted.items():
             if address not in self._engines:
                 self._engines[address] = Engine(
-                    self.source, address, host, session, self._silence_limit_s, self.statistics
+                    self.source,
+                    address,
+                    host,
+                    session,
+                    silence_limit_s=self._silence_limit_s,
+                    statistics=self.statistics,
                 )
         for address in [address for address in self._engines if address not in wanted]:
             if not self._engines[address].running:
