@@ -16,6 +16,7 @@ from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, re
 from tests.random_models import random_model
 from tests.support.integer_reference import Linear
 from tests.waiting import until
+from tests.zoo import FAMILIES
 
 FORMATS = ("int8", "int4")
 ROWS, INPUTS, OUTPUTS = 150, 200, 130  # No multiples of a block, a panel or a chunk.
@@ -56,7 +57,7 @@ def test_a_head_of_a_4_bit_model_has_8():
 
 
 # Transposed weights, caps, sinks and experts, unlike value sizes; recurrent states; attention of their own; one row;
-# encoder-decoders.
+# encoder-decoders; of the zoo, attention beside recurrent states.
 @pytest.mark.parametrize(
     ("architecture", "format_"),
     [
@@ -70,11 +71,15 @@ def test_a_head_of_a_4_bit_model_has_8():
         ("bart", "int8"),
         *(pytest.param(name, "int4", marks=pytest.mark.full) for name in ("gemma2", "phi3", "opt", "m2m", "t5gemma")),
         *(pytest.param(name, "int8", marks=pytest.mark.full) for name in ("gemma4", "llama4", "marian", "mbart")),
+        *(pytest.param(name, "int4", marks=pytest.mark.full) for name in ("Qwen3-Next", "Falcon-H1", "Granite 4")),
+        *(pytest.param(name, "int8", marks=pytest.mark.full) for name in ("Qwen 3.5, text", "Nemotron-H", "Jamba")),
     ],
 )
 async def test_answers_are_the_same_alone_in_a_crowd_and_continued(architecture, format_):
     with random_engines() as engine_of:
-        engine = engine_of(random_model(architecture), weights=format_)
+        family = next((family for family in FAMILIES if family.name == architecture), None)
+        model = random_model(architecture) if family is None else family.model()
+        engine = engine_of(model, weights=format_)
         assert engine.description["weights"] == format_
         alone = [
             await read_all(engine.submit(request(str(i), prompt, length)))
