@@ -6,8 +6,8 @@ end, or read slowly.
 import json
 import random
 import time
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -44,14 +44,11 @@ class GenerateUser(GrpcUser):
             model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
         )
         stream = self._stub.Generate(request, timeout=self.options.deadline, metadata=self.metadata_of(call))
-        try:
+        with _reading(call, stream):
             for response in stream:
                 if response.token_ids:
                     call.message(len(response.token_ids), response.ByteSize(), gap=not self.pause_s)
                 yield response
-        finally:
-            stream.cancel()
-            _note_metadata(call, stream)
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         with self.measured(arrival) as call:
@@ -97,15 +94,12 @@ class TritonStreamUser(GrpcUser):
             stream = self._stub.ModelStreamInfer(
                 iter([request]), timeout=self.options.deadline, metadata=self.metadata_of(call)
             )
-            try:
+            with _reading(call, stream):
                 for response in stream:
                     if response.error_message:
                         raise CallFailedError(response.error_message)
                     # Tokens are not counted in these messages; each has one at least, unless it is the empty last one.
                     call.message(1, response.ByteSize())
-            finally:
-                stream.cancel()
-                _note_metadata(call, stream)
             if not call.started:
                 raise CallFailedError("the stream ended without a message")
 
@@ -159,8 +153,25 @@ def _note_event(call: Call, event: dict[str, Any], size: int) -> None:
         call.more_tokens(max(0, usage["completion_tokens"] - call.tokens))
 
 
+@contextmanager
+def _reading(call: Call, stream: Any) -> Iterator[None]:
+    """Cancels what its reader leaves, and notes the trace and the server's own time to the first token.
+
+    Where Locust stops a reader, gRPC drops the event that the reader waited for: the metadata may never come.
+    """
+    stopped = False
+    try:
+        yield
+    except gevent.GreenletExit:
+        stopped = True
+        raise
+    finally:
+        stream.cancel()
+        if not stopped:
+            _note_metadata(call, stream)
+
+
 def _note_metadata(call: Call, stream: Any) -> None:
-    """The trace and the server's own time to the first token."""
     call.trace_id = dict(stream.initial_metadata() or ()).get("x-trace-id", "")
     if (ttft := dict(stream.trailing_metadata() or ()).get("x-ttft-ms")) is not None:
         call.server_ttft_ms = float(ttft)
