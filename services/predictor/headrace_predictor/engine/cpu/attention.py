@@ -56,7 +56,7 @@ from headrace_predictor.engine.cpu.vectors import (
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 
 # Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
-_TILE_ROWS = 64
+_TILE_ROWS = 128
 _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
 _SEGMENT = 8 * BLOCK_TOKENS  # Positions whose keys or values are paired at once: these stay in the cache.
 _SINK = 16  # Scores behind the last block, for a sink: `exponentiate` takes multiples of this.
@@ -65,6 +65,7 @@ POOL = threading.Lock()
 numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
 
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
+_F = np.empty(0, np.float32)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -304,11 +305,19 @@ def attend_tile(
     rows = tokens * group  # For each token one row for each of the query heads that share a key head.
     # Both ends of the range ascend along the tokens.
     _, stop = _blocks_of(firsts[0], ends[-1])
-    scores = np.empty((rows, stop + _SINK), np.float32)
-    inverses = np.empty(rows, np.float32)
-    queries = np.full((rows, _padded(size)), like)
-    sums = np.empty((rows, _padded(value_size)), np.float32)
-    memory = np.empty(max(queries.shape[1], sums.shape[1]) * _SEGMENT // 2, np.float32)
+    width, padded, value_padded = stop + _SINK, _padded(size), _padded(value_size)
+    paired = max(padded, value_padded) * _SEGMENT // 2
+    memory = np.empty(paired + rows * (width + 1 + padded + value_padded), np.float32)
+    # Numba counts references to each row of an array that owns its memory, which took a seventh of the time. `memory`
+    # is used by each head, so it lives as long as the arrays in it.
+    first_score = memory.ctypes.data + paired * 4
+    first_query = first_score + rows * width * 4
+    first_sum = first_query + rows * padded * 4
+    scores = array_at(first_score, (rows, width), _F)
+    queries = array_at(first_query, (rows, padded), np.full(1, like))
+    sums = array_at(first_sum, (rows, value_padded), _F)
+    inverses = array_at(first_sum + rows * value_padded * 4, (rows,), _F)
+    queries[:] = like
     for h in range(heads[0], heads[1]):
         for i in range(tokens):
             turning = i if len(cosines) else 0

@@ -5,13 +5,16 @@ range of memory, which is read from its begin to its end:
 
 - bf16, uint16 [panel, input / 2, PANEL, 2];
 - int8, uint8 [panel, input / 4, PANEL, 4], a weight plus 128; one scale for each output;
-- int4, int8 [panel, group, GROUP_BYTES]: the group's scales [PANEL], bfloat16; then [input / 8, PANEL, 4], where byte j
-  has the weights plus 8 of inputs 8 t + j and 8 t + 4 + j, in its low and high half.
+- int4, int8 [panel, block, INT4_BYTES]: uint32 [PANEL], the block's scale in the upper 12 bits of a float32 and below
+  them the factors of its four groups, of 5 bits with a sign, the first group's lowest; then [input / 8, PANEL, 4],
+  where byte j has the weights plus 8 of inputs 8 t + j and 8 t + 4 + j, in its low and high half. A weight times the
+  factor of its group is an integer of 8 bits.
 
 Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from numba import njit
 from torch import Tensor
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
-from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, GROUP_BYTES, PANEL, PackedMatrix
+from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, INT4_BYTES, INT4_SCALE, PANEL, PackedMatrix
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
@@ -30,8 +33,11 @@ MARKERS: dict[str, Array] = {
     "int4": np.empty(0, np.int8),
     "grouped": np.empty(0, np.int32),
 }
-_BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
+_BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": INT4_BYTES // PANEL}
 _SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer.
+_MOST_FACTOR = 15
+_SCALE = np.uint32(INT4_SCALE)
+_NAN = 0x7FC00000
 _LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
 
 
@@ -64,85 +70,122 @@ def pack(format_: str, *matrices: Tensor, file: PackedFile, interleave: bool = F
     if file.is_packed:
         return packed
     rows = [array_of(matrix) for matrix in matrices]
-    marker = MARKERS[format_]
-    part = np.zeros((PANEL, -(-inputs // BLOCK) * BLOCK), rows[0].dtype)
-    at = [(m, row) for m, matrix in enumerate(rows) for row in range(0, len(matrix), PANEL)] if interleave else []
-    at.sort(key=lambda place: (place[1], place[0]))
-    whole = None if interleave else (rows[0] if len(rows) == 1 else np.concatenate(rows))
-    for panel in range(panels):
-        part[:] = 0
-        m, row = at[panel] if interleave else (0, panel * PANEL)
-        some = (rows[m] if whole is None else whole)[row : row + PANEL]
+    whole = rows if interleave else [np.concatenate(rows) if len(rows) > 1 else rows[0]]
+    turns = zip_longest(*(np.split(matrix, range(PANEL, len(matrix), PANEL)) for matrix in whole))
+    part = np.zeros((PANEL, packed.blocks * BLOCK), rows[0].dtype)
+    for panel, some in enumerate(some for turn in turns for some in turn if some is not None):
         part[: len(some), :inputs] = some
-        _pack_panel(marker, part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
+        part[len(some) :] = 0
+        _pack_panel(MARKERS[format_], part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
     return packed
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
     """Packs weights [PANEL, inputs] of whole blocks to a panel's bytes."""
-    row = np.empty(part.shape[1], np.float32)
+    numbers = np.empty(part.shape, np.float32)
     for n in range(PANEL):
+        for k in range(part.shape[1]):
+            numbers[n, k] = widen(part[n, k])
+    if is_bf16(marker):
+        _pack_bf16(numbers, memory.view(np.uint16))
+    elif len(scales):
+        _pack_int8(numbers, memory, scales)
+    else:
+        _pack_int4(numbers, memory)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_bf16(numbers: Any, words: Any) -> None:
+    for n in range(PANEL):
+        for k in range(numbers.shape[1]):
+            words[(k // 2 * PANEL + n) * 2 + k % 2] = narrow(numbers[n, k], words[0])
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_int8(numbers: Any, memory: Any, scales: Any) -> None:
+    for n in range(PANEL):
+        row, largest = numbers[n], np.float32(0)
         for k in range(len(row)):
-            row[k] = widen(part[n, k])
-        if is_bf16(marker):
-            _pack_bf16(row, n, memory.view(np.uint16))
-        elif len(scales):
-            scales[n] = _pack_int8(row, n, memory)
-        else:
-            _pack_int4(row, n, memory)
+            if not is_finite(row[k]):
+                largest = np.float32(np.nan)
+            elif abs(row[k]) > largest:
+                largest = abs(row[k])
+        scales[n] = scale = largest / np.float32(127)
+        for k in range(len(row)):
+            number = int(round_even(row[k] / scale)) if scale > 0 else 0
+            memory[(k // 4 * PANEL + n) * 4 + k % 4] = min(max(number, -127), 127) + 128
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_bf16(row: Any, n: Any, words: Any) -> None:
-    for k in range(len(row)):
-        words[(k // 2 * PANEL + n) * 2 + k % 2] = narrow(row[k], words[0])
+def _pack_int4(numbers: Any, memory: Any) -> None:
+    columns = np.empty((BLOCK, PANEL), np.float32)
+    for block in range(numbers.shape[1] // BLOCK):
+        for n in range(PANEL):
+            for k in range(BLOCK):
+                columns[k, n] = numbers[n, block * BLOCK + k]
+        _pack_block(columns, memory[block * INT4_BYTES : (block + 1) * INT4_BYTES])
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
-    largest = np.float32(0)
-    for k in range(len(row)):
-        if not is_finite(row[k]):
-            largest = np.float32(np.nan)
-        elif abs(row[k]) > largest:
-            largest = abs(row[k])
-    scale = largest / np.float32(127)
-    for k in range(len(row)):
-        number = int(round_even(row[k] / scale)) if scale > 0 else 0
-        memory[(k // 4 * PANEL + n) * 4 + k % 4] = min(max(number, -127), 127) + 128
-    return scale
+def _pack_block(numbers: Any, memory: Any) -> None:
+    """Packs a block [BLOCK, PANEL] to its bytes; the loops over its columns are compiled to vectors.
+
+    The number of the largest size in a group is about -8 times its scale: of three factors that with the least error.
+    """
+    extremes, unit = np.zeros((BLOCK // GROUP, PANEL), np.float32), np.zeros(PANEL, np.float32)
+    is_bad = np.zeros(PANEL, np.int32)
+    for k in range(BLOCK):
+        own = extremes[k // GROUP]
+        for n in range(PANEL):
+            own[n] = numbers[k, n] if abs(numbers[k, n]) > abs(own[n]) else own[n]
+            is_bad[n] |= not is_finite(numbers[k, n])
+    for group in range(BLOCK // GROUP):
+        for n in range(PANEL):
+            unit[n] = max(unit[n], abs(extremes[group, n]) / np.float32(8 * _MOST_FACTOR))
+    bits, words = unit.view(np.uint32), memory[: 4 * PANEL].view(np.uint32)
+    for n in range(PANEL):
+        bits[n] = (bits[n] + ~_SCALE) & _SCALE
+        words[n] = np.uint32(_NAN) if is_bad[n] else bits[n]
+        unit[n] = unit[n] if unit[n] > 0 else np.float32(1)
+    for group in range(BLOCK // GROUP):
+        own = numbers[group * GROUP : (group + 1) * GROUP]
+        factors = _factors(own, extremes[group], unit)
+        halves = memory[4 * PANEL + group * GROUP // 2 * PANEL :]
+        for n in range(PANEL):
+            words[n] |= np.uint32((int(factors[n]) & 31) << (5 * group))
+        for k in range(GROUP):
+            at, shift = (k // 8 * PANEL * 4) + k % 4, np.uint8(4 * (k % 8 // 4))
+            for n in range(PANEL):
+                half = np.uint8(int(_quotient(own[k, n], factors[n] * unit[n])) + 8) if not is_bad[n] else np.uint8(8)
+                halves[at + 4 * n] = half << shift | (halves[at + 4 * n] if shift else np.uint8(0))
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_int4(row: Any, n: Any, memory: Any) -> None:
-    for group in range(len(row) // GROUP):
-        numbers = row[group * GROUP : (group + 1) * GROUP]
-        own = memory[group * GROUP_BYTES : (group + 1) * GROUP_BYTES]
-        scale = _scale_of(numbers)
-        words = own[: 2 * PANEL].view(np.uint16)
-        words[n] = narrow(scale, words[0])
-        for t in range(GROUP // 8):
-            for j in range(4):
-                low, high = _nibble(numbers[8 * t + j], scale), _nibble(numbers[8 * t + 4 + j], scale)
-                own[2 * PANEL + (t * PANEL + n) * 4 + j] = low + 8 + 16 * (high + 8)
+def _factors(numbers: Any, extremes: Any, unit: Any) -> Any:
+    """The factors, as float32 [PANEL], of a group [GROUP, PANEL] of blocks with these scales."""
+    best, factors = np.full(PANEL, np.inf, np.float32), np.ones(PANEL, np.float32)
+    factor, error = np.empty(PANEL, np.float32), np.empty(PANEL, np.float32)
+    for step in (-1, 0, 1):
+        for n in range(PANEL):
+            size = round_even(abs(extremes[n]) / np.float32(8) / unit[n]) + np.float32(step)
+            size = min(max(size, np.float32(1)), np.float32(_MOST_FACTOR))
+            factor[n] = -size if extremes[n] > 0 else size
+            error[n] = 0
+        for k in range(GROUP):
+            for n in range(PANEL):
+                scale = factor[n] * unit[n]
+                left = _quotient(numbers[k, n], scale) * scale - numbers[k, n]
+                error[n] += left * left
+        for n in range(PANEL):
+            factors[n] = factor[n] if error[n] < best[n] else factors[n]
+            best[n] = min(error[n], best[n])
+    return factors
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _scale_of(numbers: Any) -> Any:
-    """The number of the largest size is -8 times the scale."""
-    extreme = np.float32(0)
-    for k in range(len(numbers)):
-        if not is_finite(numbers[k]):
-            return np.float32(np.nan)
-        if abs(numbers[k]) > abs(extreme):
-            extreme = numbers[k]
-    return widen(narrow(extreme / np.float32(-8), np.uint16(0)))
-
-
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _nibble(number: Any, scale: Any) -> Any:
-    return min(max(int(round_even(number / scale)), -8), 7) if abs(scale) > 0 else 0
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
+def _quotient(number: Any, scale: Any) -> Any:
+    return min(max(round_even(number / scale), np.float32(-8)), np.float32(7))
 
 
 @njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
@@ -167,10 +210,13 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
                 whole = np.float32(np.int32(panel[(k // 4 * PANEL + n) * 4 + k % 4]) - 128)
                 out[i, k] = whole * scales[ids[i]]
             else:
-                own = panel[k // GROUP * GROUP_BYTES : (k // GROUP + 1) * GROUP_BYTES]
-                byte = np.int32(own[2 * PANEL + (k % GROUP // 8 * PANEL + n) * 4 + k % 4])
-                whole = np.float32((byte >> 4 if k % 8 >= 4 else byte & 15) - 8)
-                out[i, k] = whole * widen(own[: 2 * PANEL].view(np.uint16)[n])
+                own = panel[k // BLOCK * INT4_BYTES : (k // BLOCK + 1) * INT4_BYTES]
+                byte = np.int32(own[4 * PANEL + (k % BLOCK // 8 * PANEL + n) * 4 + k % 4])
+                number = (byte >> 4 if k % 8 >= 4 else byte & 15) - 8
+                word = own[: 4 * PANEL].view(np.uint32)[n : n + 1]
+                factor = np.int32(np.int32(word[0]) << (27 - 5 * (k % BLOCK // GROUP))) >> 27
+                unit = (word & _SCALE).view(np.float32)[0]
+                out[i, k] = np.float32(number * factor) * unit
 
 
 @njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]

@@ -22,7 +22,8 @@ from headrace_predictor.engine.state.cache import Array
 PANEL = 64  # Output channels that are computed together.
 BLOCK = 128  # Inputs of one step; those that share a scale in the integer formats.
 GROUP = 32  # Inputs that share a scale of 4-bit weights.
-GROUP_BYTES = PANEL * (2 + GROUP // 2)  # Of a panel: its scales and weights of a group.
+INT4_BYTES = PANEL * (4 + BLOCK // 2)  # Of a panel: a block of int4, its scales and weights.
+INT4_SCALE = 0xFFF00000  # Of the word of a scale and factors.
 ROWS = 4  # Rows that read the weights together.
 _GROUPS = BLOCK // GROUP
 HALF = GROUP // 2  # Inputs whose sum is kept for grouped weights.

@@ -26,6 +26,7 @@ from headrace_predictor.engine.cpu.formats import MARKERS, pack, panel_bytes
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, PANEL
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import (
+    PackedWeight,
     WeightKind,
     called_linears,
     linears_of,
@@ -33,8 +34,8 @@ from headrace_predictor.engine.cpu.packed_linear import (
     weight_of,
 )
 
-# With fewer bits they would choose other experts.
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+# With fewer bits they would choose other experts, or other keys.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "indexer"})
 
 
 class ExpertLinears(nn.ModuleList):
@@ -137,8 +138,9 @@ class Quantisation:
     """Quantises the linear layers of a model that a pass calls, and all experts beside one; the head has 8 bits in any
     format.
 
-    Weights of other layers may be read as they are, so these stay, and so do layers that choose experts. `open_file`
-    opens the file of so many bytes at most.
+    Weights of other layers may be read as they are, so these stay. So do layers that choose experts or keys, whose
+    products are packed: one that depended on the rows beside it could choose others. `open_file` opens the file of so
+    many bytes at most.
     """
 
     def __init__(self, format_: str, open_file: Callable[[int], PackedFile]) -> None:
@@ -163,6 +165,10 @@ class Quantisation:
         file.keep()
         self.mapped_bytes = self.weights_bytes if file.is_mapped else 0
         self.weights_bytes += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+        for module in _routers(model):
+            if (weight := module._parameters.get("weight")) is not None and weight.dim() == 2:
+                del module.weight
+                module.weight = PackedWeight.of(weight, module._parameters.get("bias"))
         run()
 
     def _most_bytes(self, linear: Any, is_wide: bool) -> int:
@@ -177,6 +183,10 @@ def _chosen(model: Any, run: Callable[[], None]) -> list[Any]:
     for experts in (module for module in model.modules() if isinstance(module, ExpertLinears)):
         if not called.isdisjoint(experts):
             called.update(experts)
-    named = model.named_modules(remove_duplicate=False)
-    called -= {module for path, module in named if path.rpartition(".")[2] in _ROUTERS}
+    called -= _routers(model)
     return [linear for linear in linears_of(model) if linear in called]
+
+
+def _routers(model: Any) -> set[Any]:
+    named = model.named_modules(remove_duplicate=False)
+    return {module for path, module in named if not _ROUTERS.isdisjoint(path.split("."))}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from headrace_predictor.engine.cpu.tiles import HAS_TILES
@@ -120,6 +121,40 @@ class PackedLinear(nn.Module):
         return compute(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]
 
 
+class PackedWeight(Tensor):
+    """A weight [out, in] in a module of transformers that calls `F.linear`: the product is that of `PackedLinear`.
+
+    Conversions to another dtype return it unchanged: a product has the dtype of its rows.
+    """
+
+    plain: Tensor
+    products: dict[torch.dtype, PackedLinear]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "PackedWeight":
+        """`bias`: what the module adds; a product without it is that of torch."""
+        packed = weight.detach().as_subclass(cls)
+        packed.plain = weight.detach()
+        packed.products = {
+            dtype: PackedLinear(weight.to(dtype), None if bias is None else bias.to(dtype))
+            for dtype in {weight.dtype, torch.float32}
+            if packs(weight.device, dtype)
+        }
+        return packed
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.type, Tensor.to, Tensor.float) and isinstance(args[0], cls):
+            return args[0]
+        if function is functional.linear and hasattr(args[1], "products"):
+            rows, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
+            product = weight.products.get(rows.dtype)
+            if product is not None and (bias is None) == (product._bias is None):
+                return product(rows)
+            return functional.linear(rows, weight.plain.to(rows.dtype), bias)
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
 def _rows_of(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
@@ -159,8 +194,13 @@ def pack_called(model: Any, run: Callable[[], None]) -> None:
     run()
 
 
+def is_linear(module: Any) -> bool:
+    """Whether a module is x·weightᵀ + bias and nothing else: a class derived from torch's may give more than that."""
+    return type(module) in _LINEAR or type(module).__name__ == "FalconLinear"
+
+
 def linears_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if type(module) in _LINEAR]
+    return [module for module in model.modules() if is_linear(module)]
 
 
 def called_linears(model: Any, run: Callable[[], object]) -> list[Any]:
@@ -172,7 +212,7 @@ def called_linears(model: Any, run: Callable[[], object]) -> list[Any]:
 def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
     """The linear layers that modules which `run` calls do not call, but have: they may read the weights."""
     called = _called(model, run)
-    return {child for module in called for child in module.children() if type(child) in _LINEAR} - called
+    return {child for module in called for child in module.children() if is_linear(child)} - called
 
 
 def _called(model: Any, run: Callable[[], object]) -> set[Any]:

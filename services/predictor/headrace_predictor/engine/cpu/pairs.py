@@ -26,7 +26,7 @@ PANEL_COLUMNS = 32  # Of `write_products` and `add_products`.
 _LANES = 16
 _TILE = 16  # Rows of a tile.
 TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
-AHEAD = 256  # Bytes that a step fetches of the weights to come: so many for 256 rows are all of these.
+_SOON = 1024  # Bytes that few rows read before those that they fetch.
 
 _SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
 _POINTER = _BYTE.as_pointer()
@@ -83,6 +83,36 @@ def _rows_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list
         stride = cgutils.unpack_tuple(builder, array.strides)[-2:][0]
         found.append((Rows(builder.ptrtoint(array.data, _SIZE), stride), cgutils.unpack_tuple(builder, array.shape)))
     return found
+
+
+class Ahead(NamedTuple):
+    """What steps fetch of the weights to come, in LLVM's values: the address, and the bytes of each; to which cache.
+
+    Of half a panel's columns: the other half begins `stride` bytes behind."""
+
+    address: Any
+    bytes: Any
+    cache: int
+    stride: Any = None
+
+    def behind(self, builder: Any, step: Any) -> Ahead:
+        return self._replace(address=builder.add(self.address, builder.mul(step, self.bytes)))
+
+    def fetch(self, builder: Any, step: Any) -> None:
+        """Emits the fetching of a step."""
+        own = self.behind(builder, step).address
+        with cgutils.for_range_slice(builder, _SIZE(0), self.bytes, _SIZE(64), _SIZE) as (line, _):
+            _fetch(builder, builder.add(own, line), self.cache)
+
+
+def fetch_soon(builder: Any, address: Any, after: int = _SOON, cache: int = 1) -> None:
+    """Emits the fetching of what is read `after` bytes behind the line at an address."""
+    _fetch(builder, builder.add(address, _SIZE(after)), cache)
+
+
+def _fetch(builder: Any, address: Any, cache: int) -> None:
+    flags = (_WORD(0), _WORD(4 - cache), _WORD(1))  # To read data, which need not be there.
+    _call(builder, "llvm.prefetch.p0i8", builder.inttoptr(address, _POINTER), *flags)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -197,14 +227,13 @@ def add_tiles(
     right: Rows,
     out: Rows,
     *,
-    ahead: Any = None,
+    ahead: Ahead | None = None,
     is_new: bool = False,
     instruction: str = "tdpbf16ps",
 ) -> None:
     """Emits the code for `tiles` times `across` tiles of sums, four at most, over `steps` times STEP rows.
 
     By `tdpbsud` products of bytes, signed on the left and unsigned on the right in fours, over twice as many rows.
-    Each step fetches AHEAD bytes from an address `ahead` on.
     """
     sums = {
         (i, j): (_BYTE(2 * i + j), out.at(builder, _SIZE(_TILE * i), 64 * j))
@@ -217,10 +246,8 @@ def add_tiles(
         else:
             _load_tile(builder, tile, place)
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
-        for line in () if ahead is None else range(0, AHEAD, 64):
-            place = builder.add(builder.add(ahead, builder.mul(step, _SIZE(AHEAD))), _SIZE(line))
-            flags = (_WORD(0), _WORD(2), _WORD(1))  # To read data, to the second cache.
-            _call(builder, "llvm.prefetch.p0i8", builder.inttoptr(place, _POINTER), *flags)
+        if ahead is not None:
+            ahead.fetch(builder, step)
         for i in range(tiles):
             own = left.at(builder, _SIZE(_TILE * i), builder.mul(step, _SIZE(2 * STEP)))
             _load_tile(builder, _BYTE(4 + i), own)
@@ -251,8 +278,10 @@ def add_vectors(builder: Any, rows: int, vectors: int, steps: Any, left: Rows, r
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
         for k in range(STEP // 2):
             pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
-            own = [right.at(builder, pair, 64 * v).pointer(builder, _INTS) for v in range(vectors)]
-            panel = [builder.load(place, align=4) for place in own]
+            own = [right.at(builder, pair, 64 * v) for v in range(vectors)]
+            for line in own:
+                fetch_soon(builder, line.address)
+            panel = [builder.load(line.pointer(builder, _INTS), align=4) for line in own]
             for i, row in enumerate(totals):
                 place = left.at(builder, _SIZE(i), builder.mul(pair, _SIZE(4)))
                 weight = splat(builder, builder.load(place.pointer(builder, _WORD), align=2), _LANES)
