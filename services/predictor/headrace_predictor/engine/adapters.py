@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from headrace.models.generation_config import eos_ids_of, read_generation
+from headrace.models.generation_config import GENERATION_FILE, GenerationRules, eos_ids_of, read_generation, rules_of
 from headrace.models.kinds import ADAPTER_FILE
 from headrace.models.sources import read_config
-from headrace.models.tokenizer_files import own_eos_id
-from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
+from headrace.models.tokenizer_files import own_end_ids
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear, is_linear, packs
 
 MAX_RANK = 256
 _MAX_PATTERNS = 4096
@@ -96,7 +96,8 @@ class FusedLayer(nn.Module):
 
 @dataclass(eq=False)
 class Adapter:
-    """The products of a loaded adapter: those of fused layers by layer, others by module path; its own end tokens.
+    """The products of a loaded adapter: those of fused layers by layer, others by module path; its end tokens beside
+    the base's, and the rules of its answers.
 
     `number` is unique in its engine, also after the adapter has been unloaded.
     """
@@ -105,6 +106,7 @@ class Adapter:
     layers: dict[nn.Module, Products]
     modules: dict[str, LowRank]
     end_ids: frozenset[int] = frozenset()
+    rules: GenerationRules | None = None
 
 
 class AdaptedTokens(NamedTuple):
@@ -147,10 +149,10 @@ def linear_shapes(model: Any) -> dict[str, LinearShape]:
     for path, module in model.named_modules():
         if module is head:
             continue
-        if isinstance(module, nn.Linear):
-            shapes[path] = LinearShape(module.in_features, module.out_features)
-        elif isinstance(module, Conv1D):  # GPT-2's, whose weight is transposed.
+        if isinstance(module, Conv1D):  # GPT-2's, whose weight is transposed.
             shapes[path] = LinearShape(*module.weight.shape)
+        elif is_linear(module):
+            shapes[path] = LinearShape(module.in_features, module.out_features)
     return shapes
 
 
@@ -245,8 +247,9 @@ class Adapters:
         self._loaded: dict[int, Adapter] = {}
         self.is_used = False  # Becomes true with the first adapter.
 
-    def load(self, number: int, folder: Path) -> None:
-        """Raises ValueError, or safetensors' own errors."""
+    def load(self, number: int, folder: Path, rules: GenerationRules | None = None) -> None:
+        """`rules`: the base's, for an adapter without a generation_config.json. Raises ValueError, or safetensors' own
+        errors."""
         with torch.inference_mode():
             weights = read_adapter(folder, self._shapes, self._dtype, self._model.device)
             packed = packs(self._model.device, self._dtype)
@@ -256,10 +259,12 @@ class Adapters:
                     named = {name.removeprefix(f"{path}."): weights.pop(name) for name in own}
                     layers[layer] = layer.products(named, packed)
             modules = {path: LowRank(pair, packed) for path, pair in weights.items()}
-        ends = eos_ids_of(read_generation(folder), folder, own_eos_id(folder))
+        ends = eos_ids_of(read_generation(folder), folder, own_end_ids(folder))
         vocabulary = self._model.get_input_embeddings().num_embeddings
+        if stated := read_config(folder, GENERATION_FILE):
+            rules = rules_of(stated, is_encoder_decoder=False, vocabulary=vocabulary)
         known = frozenset(token_id for token_id in ends if token_id < vocabulary)
-        self._loaded[number] = Adapter(number, layers, modules, known)
+        self._loaded[number] = Adapter(number, layers, modules, known, rules)
         self.is_used = True
 
     def unload(self, number: int) -> None:

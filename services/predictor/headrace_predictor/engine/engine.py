@@ -4,17 +4,16 @@
 fails (a step writes at places given by positions, so it can be repeated). After a step in which every row failed, the
 model is probed before the failure is reported: a real forward pass must succeed. The engine is dead if the probe fails,
 if the device reports an error of its own, if a step takes longer than `step_timeout_s`, or if steps pass by a sequence
-for that long which each of them should serve: every request ends with HopBrokenError and `died` raises, so that the
-engine's process ends and is replaced.
+for that long which each of them should serve: every request ends with HopBrokenError and `wait_for_death` returns, so
+that the engine's process ends and is replaced.
 
 `flush` is called on the engine's thread after each step, and before it is computed if sequences start with it: outputs
 that collect what a step produces send it then. The time that `flush` takes does not count as the step's.
 
-Threads: `submit`, a slot's methods, `close`, `statistics` and `load` are for any thread; everything else belongs to the
-engine's thread. A second thread, the watchdog, monitors it.
+Threads: `generate`, `wait_for_death`, `close`, `statistics` and `load` are for any thread; everything else belongs to
+the engine's thread. A second thread, the watchdog, monitors it.
 """
 
-import asyncio
 import logging
 import threading
 import time
@@ -35,7 +34,6 @@ from headrace_predictor.engine.interface import (
     EngineLimits,
     EngineLoad,
     EngineStatistics,
-    sampling_of,
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.lookup import PromptLookup
@@ -45,7 +43,7 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
-from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
+from headrace_predictor.engine.state.slot import SequenceOutput
 from headrace_predictor.engine.step import Outcome, StepRunner
 from headrace_protos.steps_pb2 import Submission
 
@@ -114,19 +112,17 @@ class ContinuousBatchingEngine:
     def load(self) -> EngineLoad:
         return self._meter.read()
 
-    def submit(self, submission: Submission) -> MergingSlot:
-        slot = MergingSlot(sampling_of(submission))
-        self.generate(submission, slot)
-        return slot
-
     def generate(self, submission: Submission, output: SequenceOutput) -> None:
-        """Queues a submission as `submit` does; its tokens go to `output`."""
+        """Queues a complete and valid submission, whose tokens go to `output`; one that needs none ends at once.
+
+        Raises OverloadedError if the queue is full or longer than the request can wait, NotReadyError also while
+        another request runs isolated, and InvalidRequestError for a request that can never fit.
+        """
         adapter = self._adapter(submission.adapter) if submission.adapter else None
         end_ids = self._end_ids if adapter is None else self._end_ids | adapter.end_ids
         sequence = Sequence(submission, output, end_ids, self._runner.start_ids)
         sampling, sequence.adapter = sequence.sampling, adapter
-        if self.rules is not None:
-            rules = self.rules
+        if (rules := self.rules if adapter is None else adapter.rules) is not None:
             if sampling.structured_outputs:  # The form alone says how an answer begins and ends.
                 rules = rules.model_copy(update={"forced_bos_token_id": None, "forced_eos_token_id": ()})
             sequence.row = sequence.row._replace(rules=rules, takes_likeliest=False)
@@ -159,11 +155,6 @@ class ContinuousBatchingEngine:
     def wait_for_death(self, timeout_s: float) -> bool:
         """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""
         return self._dead.wait(timeout_s)
-
-    async def died(self) -> None:
-        while self._closing or not self._dead.is_set():  # noqa: ASYNC110  # a thread's event cannot be awaited
-            await asyncio.sleep(0.2)
-        raise EngineDeadError(f"{self._thread.name} died")
 
     def close(self) -> None:
         with self._changed:

@@ -1,13 +1,8 @@
-"""The engine's interface; code above it is independent of the engine behind it.
-
-`Engine.submit` takes a `Submission` (steps.proto), complete and valid, and returns at once with an `OutputSlot`. One
-reader takes `Chunk`s from it until one has a `finish_reason`, or cancels it. Its `Timeline` has the times of what
-happened to the request.
-"""
+"""What an engine takes, gives and counts. It imports no library of models: the predictor's own process has none."""
 
 import time
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import ContextLimits, SamplingParameters
@@ -80,20 +75,6 @@ class Timeline:
         self.preemptions += 1
         # A new tuple each time: a concurrent reader has the old one or the new one.
         self.preempted = (*self.preempted, now)[-_PREEMPTIONS_KEPT:]
-
-
-class OutputSlot(Protocol):
-    """The output of one request for one reader; tokens merge into one chunk while the reader is busy."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The times of its events so far."""
-
-    async def read(self) -> Chunk:
-        """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's HeadraceError."""
-
-    def cancel(self) -> None:
-        """Ends the request; may be called at any time and more than once."""
 
 
 @dataclass(frozen=True)
@@ -176,37 +157,6 @@ class EngineLoad:
     def oldest_age_s(self) -> float:
         """The time since the oldest sequence was submitted; 0 if there is none."""
         return max(0.0, time.monotonic() - self.oldest_submitted_at) if self.oldest_submitted_at else 0.0
-
-
-class Engine(Protocol):
-    """Generates many sequences at once."""
-
-    @property
-    def limits(self) -> EngineLimits: ...
-
-    @property
-    def statistics(self) -> EngineStatistics: ...
-
-    @property
-    def load(self) -> EngineLoad:
-        """The current load; cheap; thread-safe."""
-
-    @property
-    def description(self) -> dict[str, str]:
-        """Facts that ModelConfig reports as parameters, such as "runner"."""
-
-    def submit(self, submission: Submission) -> OutputSlot:
-        """Queues a request; one that is already complete gets an empty last chunk.
-
-        Raises OverloadedError if the queue is full or longer than the request can wait, NotReadyError also while
-        another request runs isolated, and InvalidRequestError for a request that can never fit.
-        """
-
-    async def died(self) -> None:
-        """Waits until the engine cannot continue, then raises EngineDeadError."""
-
-    def close(self) -> None:
-        """Stops the engine; requests in flight end with NotReadyError (HopBrokenError if the engine has died)."""
 
 
 class EngineDeadError(Exception):

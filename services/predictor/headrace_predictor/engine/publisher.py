@@ -11,7 +11,6 @@ from headrace_predictor.engine.load import QueueEstimate
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.sequence import Sequence
-from headrace_predictor.engine.state.slot import Reader, wake
 from headrace_predictor.engine.step import Result
 
 
@@ -40,20 +39,13 @@ class Publisher:
         self._vocabulary = vocabulary
 
     def publish(self, results: Iterable[Result]) -> None:
-        """Records what a step computed, and wakes the readers of its tokens."""
-        readers: list[Reader] = []
-        try:
-            for row, token_id, logprobs, scores in results:
-                if scores is not None:
-                    row.sequence.add_scores(scores)
-                self._scheduler.complete(row)
-                if row.samples:
-                    reader = self._take(row.sequence, token_id, logprobs)
-                    if reader is not None:
-                        readers.append(reader)
-        finally:
-            # They must wake even if a later row kills the engine.
-            wake(readers)
+        """Records what a step computed, and publishes its tokens."""
+        for row, token_id, logprobs, scores in results:
+            if scores is not None:
+                row.sequence.add_scores(scores)
+            self._scheduler.complete(row)
+            if row.samples:
+                self._take(row.sequence, token_id, logprobs)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence whose caller has left."""
@@ -89,22 +81,21 @@ class Publisher:
         self._statistics.add(outcome, submitted_at, started_at, now)
         return released
 
-    def _take(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Reader | None:
-        """Appends the next token to a sequence, and those that its grammar forces; returns the reader to be woken."""
+    def _take(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> None:
+        """Appends the next token to a sequence, and those that its grammar forces."""
         if sequence.alone:
             self._isolation.release(sequence)
         if sequence.constraint is not None and sequence.constraint.has_ended:
             self._end_constrained(sequence, sequence.constraint.error)
-            return None
+            return
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         prompt = sequence.take_prompt()
         finish = self._count(sequence, sequence.append(token_id))
-        reader = sequence.slot.publish(token_id, logprobs, finish, prompt)
+        sequence.slot.publish(token_id, logprobs, finish, prompt)
         while finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
             finish = self._count(sequence, sequence.append_forced(forced))
-            reader = sequence.slot.publish(forced, None, finish) or reader
-        return reader
+            sequence.slot.publish(forced, None, finish)
 
     def _count(self, sequence: Sequence, reason: str | None) -> tuple[str, Usage] | None:
         """Counts a token; ends the sequence if there is a reason."""

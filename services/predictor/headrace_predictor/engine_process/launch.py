@@ -24,7 +24,7 @@ _SEND_BUFFER_BYTES = 4 * 1024 * 1024  # Or what the system allows.
 
 async def launch_engine(
     host: EngineHost, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
-) -> LoadedModel:
+) -> LoadedModel[RemoteEngine]:
     """Returns the model, loaded by an engine process of its own; raises StartupError.
 
     `device_memory`: bytes that the predictor's other engines hold on the device. The models of MODELS share its memory.

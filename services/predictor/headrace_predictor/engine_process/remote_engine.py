@@ -34,7 +34,7 @@ from headrace_predictor.engine.interface import (
     Usage,
     sampling_of,
 )
-from headrace_predictor.engine.state.slot import MergingSlot, Reader, wake
+from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.engine_process.remote_adapters import RemoteAdapters
 from headrace_predictor.engine_process.step_frames import Key
 from headrace_protos import engine_pb2, steps_pb2
@@ -63,7 +63,6 @@ class OwnChannel:
         begun = {each.number: each for each in message.begun}
         logprobs = iter(message.logprobs)
         scored = next(logprobs, None)
-        readers: list[Reader | None] = []
         for number, token_id in zip(message.numbers, message.token_ids, strict=True):
             position = None
             if scored is not None and scored.number == number:
@@ -75,8 +74,7 @@ class OwnChannel:
             beginning, prompt = begun.get(number), None
             if beginning is not None and beginning.HasField("prompt"):
                 prompt = read_prompt(beginning.prompt, top)
-            readers.append(slot.publish(token_id, position, None, prompt))
-        wake(reader for reader in readers if reader is not None)
+            slot.publish(token_id, position, None, prompt)
         for end in message.ended:
             if (known := self.slots.pop(end.number, None)) is None:
                 continue
@@ -257,11 +255,11 @@ class RemoteEngine:
         self._in_flight.clear()
         if lost and not self._closing:
             logger.error("model %s: the engine died with %d requests", self._name, sum(map(len, lost.values())))
+        if not (self._closing or self._died.done()):
+            self._died.set_result(None)  # First: who reads an error and asks again finds the model not ready.
         for channel, step in steps.items():
             if (sink := self._sinks.get(channel)) is not None:
                 sink(step.SerializeToString(), lost[channel], ())
-        if not (self._closing or self._died.done()):
-            self._died.set_result(None)
 
     def _look_for_silence(self) -> None:
         """Kills a process that hangs. Time counts by looks: a front that was stopped itself is as late."""

@@ -13,7 +13,6 @@ from headrace.errors import HeadraceError
 from headrace.frames import write_error
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_predictor.engine.interface import Logprobs, Timeline, Usage
-from headrace_predictor.engine.state.slot import Reader
 from headrace_protos import engine_pb2, headrace_pb2, steps_pb2
 
 _STATE_S = 0.05  # The least time between two reports of the engine's state, unless a sequence ends.
@@ -145,11 +144,11 @@ class SequenceFrames:
         logprobs: Logprobs | None,
         finish: tuple[str, Usage] | None = None,
         prompt: PromptLogprobs | None = None,
-    ) -> Reader | None:
+    ) -> None:
         channel, number = self._key
         with self._frames.lock:
             if self._ended:
-                return None
+                return
             step = self._frames.step_of(channel)
             step.numbers.append(number)
             step.token_ids.append(token_id)
@@ -163,7 +162,6 @@ class SequenceFrames:
                 step.rest.logprobs.add(number=number, chosen=logprobs.chosen, top_ids=top_ids, top=top)
             if finish is not None:
                 self._finish(*finish)
-        return None
 
     def finish(self, reason: str, usage: Usage) -> None:
         with self._frames.lock:

@@ -26,7 +26,7 @@ from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine_process.step_frames import StepFrames
-from headrace_predictor.generation.loaded_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.loading import load_launched
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.served_model import as_startup_error
@@ -82,7 +82,7 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
         _obey(command, engine, frames)
 
 
-def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
+def _facts(loaded: LoadedModel[ContinuousBatchingEngine]) -> engine_pb2.EngineFacts:
     limits, description = loaded.engine.limits, loaded.engine.description
     # What grows, and what the kernel could take back: both look free.
     memory = sum(int(description.get(name, 0)) for name in ("cache_bytes", "mapped_bytes"))
@@ -142,7 +142,9 @@ def _send(connection: socket.socket, frame: engine_pb2.EngineFrame) -> None:
 class AdapterLoading:
     """Obeys the front's commands in their order."""
 
-    def __init__(self, base: LoadedGeneration, send: Callable[[engine_pb2.EngineFrame], None]) -> None:
+    def __init__(
+        self, base: LoadedModel[ContinuousBatchingEngine], send: Callable[[engine_pb2.EngineFrame], None]
+    ) -> None:
         self._base = base
         self._send = send
         self._thread = ThreadPoolExecutor(1, "adapters")
@@ -169,7 +171,7 @@ class AdapterLoading:
             runner = base.engine.description["runner"]
             raise ValueError(f"its base {base.name} has the runner {runner}, which supports no adapters; paged does")
         folder = Path(adapter.folder)
-        adapters.load(adapter.number, folder)
+        adapters.load(adapter.number, folder, self._base.engine.rules)
         logger.info("model %s: an adapter of %s", adapter.name, base.name)
         return fingerprint_of(folder, base.dtype, adapter.is_local, base.fingerprint)
 

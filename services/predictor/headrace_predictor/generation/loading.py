@@ -26,15 +26,16 @@ from headrace.models.gguf import reader
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.sources import GGUF_SUFFIX
-from headrace.models.tokenizer_files import own_eos_id
+from headrace.models.tokenizer_files import own_end_ids
 from headrace.models.weight_headers import weight_bytes
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.runners import unread
 from headrace_predictor.engine.runners.memory import memory_left
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.generation.loaded_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.models import gguf_weights, quantised_checkpoints
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.gguf_weights import has_gguf
@@ -54,7 +55,7 @@ _MAPPINGS: dict[Any, Any] = {
 }
 
 
-def load_launched(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
+def load_launched(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedModel[ContinuousBatchingEngine]:
     """Loads the model of an engine process and starts its engine; for the rest see `load_generation`."""
     settings = PredictorSettings(**json.loads(launch.settings))
     folder, elsewhere = Path(launch.folder), launch.device_memory_elsewhere
@@ -75,7 +76,7 @@ def load_generation(
     settings: PredictorSettings,
     device: torch.device,
     flush: Callable[[], None] = lambda: None,
-) -> LoadedGeneration:
+) -> LoadedModel[ContinuousBatchingEngine]:
     """Returns the model with its engine running; raises StartupError, or transformers' own errors for damaged files.
 
     `is_local`: the folder is the user's own, not a snapshot of the hub. For `flush` see engine/engine.py.
@@ -117,12 +118,12 @@ def _load(
     settings: PredictorSettings,
     device: torch.device,
     flush: Callable[[], None],
-) -> LoadedGeneration:
+) -> LoadedModel[ContinuousBatchingEngine]:
     # Before they are read: files may be replaced meanwhile.
     kept_at = Path(expanduser(settings.weights_cache)) / _digest(folder, is_local)
     model = load_weights(name, folder, auto, settings.dtype, device)
     generation = read_generation(folder)
-    eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
+    eos_ids = eos_ids_of(generation, folder, own_end_ids(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids, kept_at)
     dtype, weights = dtype_name(model), engine.description["weights"]
     numbers = dtype if weights == dtype else f"{dtype} {weights}{engine.description['angles']}"
@@ -131,7 +132,7 @@ def _load(
     engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)
     defaults = defaults_of(generation, engine.limits.is_encoder_decoder)
-    return LoadedGeneration(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
+    return LoadedModel(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
 
 
 def _digest(folder: Path, is_local: bool) -> str:

@@ -7,11 +7,14 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
 from headrace.errors import DrainingError, HeadraceError, StartupError
+from headrace.models.generation_config import IGNORED_FIELDS, describe
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
-from headrace_predictor.engine.interface import EngineStatistics, OutputSlot
-from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace.sampling import LENGTHS
+from headrace_predictor.engine.interface import EngineStatistics
+from headrace_predictor.engine.state.slot import MergingSlot
+from headrace_predictor.generation.loaded_model import Engine, LoadedModel
 from headrace_predictor.generation.requests import (
     LOGPROBS,
     TOP_LOGPROB_IDS,
@@ -40,7 +43,7 @@ class GenerationModel:
     """
 
     def __init__(
-        self, loaded: LoadedModel, meter: Meter | None = None, close: Callable[[], None] | None = None
+        self, loaded: LoadedModel[Engine], meter: Meter | None = None, close: Callable[[], None] | None = None
     ) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
@@ -102,7 +105,7 @@ class GenerationModel:
     @contextmanager
     def _generation(
         self, request: pb.ModelInferRequest, caller: Caller
-    ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
+    ) -> Iterator[tuple[MergingSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
         slot = self.engine.submit(read_request(self.loaded, request, caller))
         observed = self.telemetry.observe(slot.timeline, trace.get_current_span())
@@ -113,8 +116,11 @@ class GenerationModel:
             observed.end()
 
 
-def _describe(loaded: LoadedModel) -> ModelDescription:
-    limits = loaded.engine.limits
+def _describe(loaded: LoadedModel[Engine]) -> ModelDescription:
+    limits, facts = loaded.engine.limits, loaded.engine.description
+    if loaded.generation is not None:
+        facts = {name: fact for name, fact in facts.items() if name not in (*LENGTHS, IGNORED_FIELDS)}
+        facts |= describe(loaded.name, loaded.generation)
     return ModelDescription(
         platform="pytorch_transformers",
         inputs=[TensorSpec(INPUT_IDS, "INT64", [-1]), TensorSpec(OUTPUT_IDS, "INT64", [-1], optional=True)],
@@ -133,7 +139,7 @@ def _describe(loaded: LoadedModel) -> ModelDescription:
             "context_length": str(limits.context_length),
             "vocabulary_size": str(limits.vocabulary_size),
             "is_encoder_decoder": str(limits.is_encoder_decoder).lower(),
-            **loaded.engine.description,
+            **facts,
             **({FINGERPRINT: loaded.fingerprint} if loaded.fingerprint else {}),
         },
     )

@@ -26,7 +26,7 @@ from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_size
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_predictor.engine.interface import Chunk, EngineLimits
-from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace_predictor.generation.loaded_model import Engine, LoadedModel
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
 from headrace_protos import inference_pb2
 from headrace_protos.steps_pb2 import Submission
@@ -40,7 +40,7 @@ _SCORED = frozenset(PROMPT_OUTPUTS)
 
 
 def read_request(
-    model: LoadedModel, request: inference_pb2.ModelInferRequest, caller: Caller = ANY_CALLER
+    model: LoadedModel[Engine], request: inference_pb2.ModelInferRequest, caller: Caller = ANY_CALLER
 ) -> Submission:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
@@ -84,7 +84,7 @@ def read_request(
     )
 
 
-def complete(model: LoadedModel, submission: Submission, channel: int, deadline: Deadline) -> Submission:
+def complete(model: LoadedModel[Engine], submission: Submission, channel: int, deadline: Deadline) -> Submission:
     """Validates a transformer's submission as `read_request` does; returns what the engine needs besides.
 
     Any client may send output_ids; a transformer states with them that its caller already has part of the answer.
@@ -168,10 +168,10 @@ def _check_prompt(input_ids: list[int], limits: EngineLimits) -> None:
 
 
 def _sampling(
-    model: LoadedModel, parameters: dict[str, Any], prompt_tokens: int, output_tokens: int
+    model: LoadedModel[Engine], parameters: dict[str, Any], prompt_tokens: int, output_tokens: int
 ) -> SamplingParameters:
     """The complete parameters of a request, with the model's defaults."""
-    limits = model.engine.limits
+    limits = model.limits
     sampling = model.defaults.changed(parameters).resolved(
         limits.room(prompt_tokens), limits.default_tokens(prompt_tokens)
     )

@@ -16,7 +16,8 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from headrace.telemetry.identity import MODEL
 from headrace.telemetry.page import PickableLoad
-from headrace_predictor.engine.interface import Engine, EngineLoad
+from headrace_predictor.engine.interface import EngineLoad
+from headrace_predictor.generation.loaded_model import Engine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.models.served_model import ServedModel
 

@@ -90,7 +90,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
         logging.getLogger(logger).setLevel(logging.ERROR)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _config(folder, auto)
     _check_positions(name, config.get_text_config(decoder=True))
     if has_gguf(folder) or quantisation_of(config):
         model, info = _from_quantised(folder, auto._model_mapping[type(config)], config, own)
@@ -121,11 +121,27 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     return model
 
 
+def _config(folder: Path, auto: Any) -> Any:
+    """The configuration of the class that `auto` loads, which may be the decoder alone of a model of images.
+
+    Either may say that the head is tied, and the whole model's has how its weights are quantised.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    own, of_text = (auto._model_mapping.get(type(one), None) for one in (config, text))
+    if isinstance(config, type(text)) or own is None or own is not of_text:
+        return config
+    text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
+    if hasattr(config, "quantization_config"):
+        text.quantization_config = config.quantization_config
+    return text
+
+
 def _from_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model of transformers' class `kind`, and transformers' report; raises ValueError.
 
     Modules whose weights are quantised have them only after `read_weights` of runners/unread.py; `unread_bytes` is the
-    memory that these will take. A tensor that the class lacks is refused.
+    memory that these will take. A tensor of a GGUF file that the class lacks is refused.
     """
     state: dict[str, Tensor]
     unread: Mapping[str, StoredMatrix]
@@ -143,10 +159,8 @@ def _from_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) ->
     model, report = kind.from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    # Some libraries that quantise write biases that a class lacks, all of them zero.
-    further = [name for name in report["unexpected_keys"] if is_gguf or name not in state or state[name].any()]
-    if further:
-        raise ValueError(f"{source} has {min(further)}, which {kind.__name__} lacks")
+    if is_gguf and report["unexpected_keys"]:
+        raise ValueError(f"{source} has {min(report['unexpected_keys'])}, which {kind.__name__} lacks")
     model.unread_bytes = sum(
         padded_bytes(one.kind, one.outputs, one.inputs)
         if kind in GATED_MODELS
@@ -165,6 +179,7 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
     try:
         return auto.from_pretrained(  # type: ignore[no-any-return]
             folder,
+            config=config,
             dtype=_DTYPES.get(dtype, own),
             use_safetensors=True,
             trust_remote_code=False,

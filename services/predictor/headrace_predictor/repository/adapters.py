@@ -74,7 +74,7 @@ async def attach(source: ModelSource, folder: Path, base: Entry, report: Callabl
     if not (isinstance(model, GenerationModel) and isinstance(engine, RemoteEngine)):
         raise StartupError(f"model {source.name}: its base {base.source.name} has no engine process")
     number, fingerprint = await engine.load_adapter(source.name, folder, source.is_local)
-    own = read_config(folder, GENERATION_FILE)
+    own = read_config(folder, GENERATION_FILE) or None
     loaded = replace(
         model.loaded,
         name=source.name,
@@ -82,6 +82,7 @@ async def attach(source: ModelSource, folder: Path, base: Entry, report: Callabl
         fingerprint=fingerprint,
         device_memory=0,
         adapter=number,
+        generation=own,
     )
     return GenerationModel(loaded, close=lambda: engine.unload_adapter(number))
 

@@ -1,6 +1,6 @@
 """What a proof changes in the model that it runs, until it has ended: limits, layers, the width of numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,9 @@ from headrace_predictor.engine.runners.streamed import GATED_MODELS
 _LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _LOGITS = 4096
 # Attributes of configurations and modules that are numbers of positions or of tokens, and their values in the test.
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "attention_chunk_size")
 _LIMITS = {
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "attention_window_size": 8,
-    "local_attention": 8,
-    "attention_chunk_size": 8,
+    **dict.fromkeys(WINDOWS, 8),
     "original_max_position_embeddings": 10,
     "floor_scale": 4,
     "relative_attention_max_distance": 20,
@@ -99,8 +96,11 @@ def _kinds(model: Any) -> list[str]:
 
 
 @contextmanager
-def near_limits(model: Any, rotary: SequenceRotary | None, far: int) -> Iterator[bool]:
-    """Sets limits below `far` positions and beyond the test to a few positions; gives whether there is any."""
+def near_limits(
+    model: Any, rotary: SequenceRotary | None, far: int, names: Collection[str] | None = None
+) -> Iterator[bool]:
+    """Sets limits below `far` positions and beyond the test, of `names` or all, to a few positions; gives whether there
+    is any."""
     grows = rotary is not None and rotary.scaling.grows
     config = model.config
     holders = [vars(one) for one in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values()]
@@ -112,7 +112,7 @@ def near_limits(model: Any, rotary: SequenceRotary | None, far: int) -> Iterator
         limits = _LIMITS | (_GROWING if grows else {}) | (_OF_BLOCKS if "topk_blocks" in holder else {})
         for name, near in limits.items():
             value = holder.get(name)
-            if isinstance(value, int) and near < value < far:
+            if isinstance(value, int) and near < value < far and (names is None or name in names):
                 changed.append((holder, name, value))
                 holder[name] = near
     # Dynamically scaled modules replace theirs.

@@ -37,8 +37,9 @@ from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
-# Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token.
-SAMPLER_VERSION = 2
+# Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token,
+# or the same file in a format of integers other logits.
+SAMPLER_VERSION = 3
 
 # The numbers of candidates that a CPU tries before it sorts the whole vocabulary. Fixed, so that a row takes the same
 # path, with the same rounding, in every batch.

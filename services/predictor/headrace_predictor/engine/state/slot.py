@@ -1,13 +1,7 @@
-"""The merging output slot: the engine's thread writes and never waits; one task on the event loop reads.
-
-A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens. Publishing does not
-wake the reader by itself: the engine wakes all readers of a step at once.
-"""
+"""The output of a sequence, as the engine writes it, and the merging slot of the front's own requests."""
 
 import asyncio
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,8 +9,6 @@ from headrace.errors import HeadraceError
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
-
-Reader = asyncio.Future[None]
 
 
 class SequenceOutput(Protocol):
@@ -43,11 +35,8 @@ class SequenceOutput(Protocol):
         logprobs: Logprobs | None,
         finish: tuple[str, Usage] | None = None,
         prompt: PromptLogprobs | None = None,
-    ) -> Reader | None:
-        """Adds a token, the last one with the finish reason and the usage; returns the reader to be woken.
-
-        `prompt` comes with the first token.
-        """
+    ) -> None:
+        """Adds a token, the last one with the finish reason and the usage; `prompt` comes with the first token."""
 
     def finish(self, reason: str, usage: Usage) -> None:
         """Ends the output without another token."""
@@ -57,26 +46,27 @@ class SequenceOutput(Protocol):
 
 
 class MergingSlot:
-    """One request's output. Any thread may call `publish` and `fail`, one task calls `read`; `on_cancel` is called with
-    each cancel."""
+    """One request's output, owned by the event loop; one task reads. `on_cancel` is called with each cancel.
+
+    A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens.
+    """
 
     def __init__(self, sampling: SamplingParameters, on_cancel: Callable[[], None] | None = None) -> None:
         self._on_cancel = on_cancel
         self._chunk_tokens = sampling.chunk_tokens
         self._chunk_s = sampling.chunk_ms / 1000
-        self._lock = threading.Lock()
-        self._wake: Reader | None = None
+        self._wake: asyncio.Future[None] | None = None
         self._wake_at = 1
         self._ids: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._prompt: PromptLogprobs | None = None
         self._finish: tuple[str, Usage] | None = None
         self._error: HeadraceError | None = None
-        self.timeline = Timeline()  # The sequence's; the engine writes it.
-        self.cancelled = False  # The engine reads it before each step.
+        self.timeline = Timeline()
+        self.cancelled = False
 
     def cancel(self) -> None:
-        """Asks the engine to stop; thread-safe."""
+        """Asks the engine to stop."""
         self.cancelled = True
         if self._on_cancel is not None:
             self._on_cancel()
@@ -85,7 +75,7 @@ class MergingSlot:
         self.timeline.started = now
 
     def run_alone(self, timeout_s: float) -> bool:
-        """Its reader is in the engine's process, and so is not notified."""
+        """Its reader is not notified."""
         return not (self.cancelled or self._ended())
 
     def publish(
@@ -94,61 +84,52 @@ class MergingSlot:
         logprobs: Logprobs | None,
         finish: tuple[str, Usage] | None = None,
         prompt: PromptLogprobs | None = None,
-    ) -> Reader | None:
-        with self._lock:
-            if self._ended():
-                return None
-            self._ids.append(token_id)
-            if logprobs is not None:
-                self._logprobs.append(logprobs)
-            self._finish = finish
-            if prompt is not None:
-                self._prompt = prompt
-            return self._satisfied()
+    ) -> None:
+        if self._ended():
+            return
+        self._ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        self._finish = finish
+        if prompt is not None:
+            self._prompt = prompt
+        self._wake_reader()
 
     def finish(self, reason: str, usage: Usage) -> None:
-        self._end(finish=(reason, usage))
+        if not self._ended():
+            self._finish = reason, usage
+            self._wake_reader()
 
     def fail(self, error: HeadraceError) -> None:
-        self._end(error=error)
+        if not self._ended():
+            self._error = error
+            self._wake_reader()
 
     async def read(self) -> Chunk:
         """Returns all new tokens, once there are as many as the request asks for, or after `chunk_ms`."""
         await self._until(1)
         if self._chunk_tokens > 1:
             await self._until(self._chunk_tokens, self._chunk_s or None)
-        with self._lock:
-            ids, self._ids = self._ids, []
-            logprobs, self._logprobs = self._logprobs, []
-            if not ids and self._error is not None:
-                raise self._error
-            prompt, self._prompt = self._prompt, None
-            reason, usage = self._finish or (None, None)
-            return Chunk(ids, logprobs, reason, usage, prompt)
+        ids, self._ids = self._ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        if not ids and self._error is not None:
+            raise self._error
+        prompt, self._prompt = self._prompt, None
+        reason, usage = self._finish or (None, None)
+        return Chunk(ids, logprobs, reason, usage, prompt)
 
     async def _until(self, tokens: int, timeout_s: float | None = None) -> None:
         """Waits for `tokens` tokens or the end, or for the timeout."""
-        with self._lock:
-            if self._has(tokens):
-                return
-            self._wake_at = tokens
-            reader = self._wake = asyncio.get_running_loop().create_future()
+        if self._has(tokens):
+            return
+        self._wake_at = tokens
+        self._wake = asyncio.get_running_loop().create_future()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await reader
+                    await self._wake
         finally:
-            with self._lock:
-                self._wake = None
-
-    def _end(self, *, finish: tuple[str, Usage] | None = None, error: HeadraceError | None = None) -> None:
-        with self._lock:
-            if self._ended():
-                return
-            self._finish, self._error = finish, error
-            reader = self._satisfied()
-        if reader is not None:
-            wake([reader])
+            self._wake = None
 
     def _has(self, tokens: int) -> bool:
         return self._ended() or len(self._ids) >= tokens
@@ -156,26 +137,7 @@ class MergingSlot:
     def _ended(self) -> bool:
         return self._finish is not None or self._error is not None
 
-    def _satisfied(self) -> Reader | None:
-        """The reader, if what it waits for is there. The caller holds the lock."""
-        if self._wake is None or not self._has(self._wake_at):
-            return None
-        reader, self._wake = self._wake, None
-        return reader
-
-
-def wake(readers: Iterable[Reader]) -> None:
-    """Wakes waiting readers, with one call for each of their event loops; thread-safe."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
-    for reader in readers:
-        by_loop[reader.get_loop()].append(reader)
-    for loop, waiting in by_loop.items():
-        # A closed loop has no readers left; it may close at any moment.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(_set, waiting)
-
-
-def _set(readers: list[Reader]) -> None:
-    for reader in readers:
-        if not reader.done():
-            reader.set_result(None)
+    def _wake_reader(self) -> None:
+        """Wakes the reader, if what it waits for is there."""
+        if self._wake is not None and not self._wake.done() and self._has(self._wake_at):
+            self._wake.set_result(None)
