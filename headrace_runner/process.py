@@ -59,17 +59,8 @@ class ProcessSpec:
 class Process:
     """Keeps one `ProcessSpec` running from `start` to `stop`."""
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        log_folder: Path,
-        working_folder: Path,
-        say: Say,
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
-        """`prepare` is called before each start: it creates the files that the process needs."""
+    def __init__(self, spec: ProcessSpec, log_folder: Path, working_folder: Path, say: Say) -> None:
         self.spec = spec
-        self._prepare = prepare
         self.log = log_folder / f"{spec.name}.log"
         self._working_folder = working_folder
         self._say = say
@@ -175,8 +166,6 @@ class Process:
 
     async def _live(self) -> int:
         """Runs the process once; returns its exit code; raises StartupError if a restart cannot help."""
-        if self._prepare is not None:
-            self._prepare()
         self._process = await self._run(self.spec.command)
         if self._stopping.is_set():
             _signal(self._process, signal.SIGTERM)

@@ -32,18 +32,6 @@ class RunFolder:
         except OSError as error:
             raise self.unusable(error) from None
 
-    def restore(self) -> bool:
-        """Creates the folder again if it was removed while this process held it; returns whether it was.
-
-        Raises OSError if it cannot be created, StartupError if another runner holds it now.
-        """
-        if self._lock is None or self._is_held():
-            return False
-        lock = self._lock
-        self._claim()
-        lock.close()
-        return True
-
     def unusable(self, error: OSError) -> StartupError:
         """The one-line error for a folder that is not writable."""
         reason = error.strerror or type(error).__name__
@@ -64,16 +52,6 @@ class RunFolder:
             lock.close()
             raise
         self._lock = lock
-
-    def _is_held(self) -> bool:
-        """Whether the lock is on the file that other processes would open."""
-        if self._lock is None:
-            return False
-        try:
-            there, held = self._pid_file.stat(), os.fstat(self._lock.fileno())
-        except OSError:
-            return False
-        return self.logs.is_dir() and (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def release(self) -> None:
         if self._lock is not None:

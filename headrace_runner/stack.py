@@ -13,7 +13,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -29,7 +29,6 @@ from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, StackSettings
 
 _POLL_S = 0.1
 _REPORT_S = 10.0
-_KEEP_S = 1.0
 # All other settings are also Envoy's or of the places of processes.
 _ROLLED = ("models", "device", "roll_patience_s", "locust_port")
 
@@ -57,11 +56,11 @@ class Stack:
         self._change_gateway = change_gateway
         self._commands, self._environment = commands or {}, environment or {}
         plan = self._plan()
-        places = (self.folder.logs, HOME, say, self._restore_folder)
-        self._processes = {spec.name: Process(spec, *places) for stage in plan.stages() for spec in stage}
+        self._processes = {
+            spec.name: Process(spec, self.folder.logs, HOME, say) for stage in plan.stages() for spec in stage
+        }
         self._stages = [[self._processes[spec.name] for spec in stage] for stage in plan.stages()]
         self._supervisions: list[asyncio.Task[None]] = []
-        self._keeping_folder: asyncio.Task[None] | None = None
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -96,7 +95,6 @@ class Stack:
                 raise self.folder.unusable(error) from None
             raise
         self._supervisions = [process.start() for process in self._processes.values()]
-        self._keeping_folder = asyncio.create_task(self._keep_folder(), name="keep the folder")
 
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.
@@ -121,23 +119,6 @@ class Stack:
         except BaseException:
             self.settings = before
             raise
-
-    async def _keep_folder(self) -> None:
-        """Restores the folder soon after its removal, so that `make down` finds the stack."""
-        while True:
-            await asyncio.sleep(_KEEP_S)
-            with suppress(OSError):
-                self._restore_folder()
-
-    def _restore_folder(self) -> None:
-        """Restores the folder if it was removed; raises OSError if that fails."""
-        try:
-            if self.folder.restore():
-                self._say(f"{self.folder.path} was removed and has been created again; earlier logs are lost")
-            if not self.folder.envoy_config.exists():
-                envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
-        except StartupError as error:
-            raise OSError(str(error)) from None
 
     def _plan(self) -> services.StackPlan:
         return services.plan(self.settings, self.folder.envoy_config, self._commands, self._environment)
@@ -169,9 +150,6 @@ class Stack:
 
     async def stop(self) -> None:
         """Stops every process and releases the folder."""
-        if self._keeping_folder is not None:
-            self._keeping_folder.cancel()
-            await asyncio.gather(self._keeping_folder, return_exceptions=True)
         for stage in self._stages:
             await asyncio.gather(*(process.stop() for process in stage))
         self.folder.release()

@@ -79,12 +79,12 @@ def read_generation(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in stated.items() if name in _FIELDS and value is not None}
 
 
-def eos_ids_of(generation: Mapping[str, Any], folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """The end tokens: those of the generation config or else the model's, and the tokenizer's own, as in vLLM."""
+def eos_ids_of(generation: Mapping[str, Any], folder: Path, own: frozenset[int]) -> frozenset[int]:
+    """The end tokens: those of the generation config or else the model's, and the tokenizer's `own`, as in vLLM."""
     config = read_config(folder, "config.json")
     parts = (generation, config, config.get("text_config") or {})
     stated = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
-    ids = end_ids_of(stated) | end_ids_of(tokenizer_eos)
+    ids = end_ids_of(stated) | own
     if not all(isinstance(token_id, int) for token_id in ids):
         raise ValueError(f"{folder}: eos_token_id={stated!r} is no token id and no list of them")
     return ids

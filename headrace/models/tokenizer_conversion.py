@@ -27,6 +27,7 @@ _TEKKEN_TOKENS = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
+_PROBES = ("the fox", " a  b", "a\u00a0b", "a\tb\nc", "\x07a", "e\u0301", "\ufb01", "\u65e5\u672c", "A.")
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -38,10 +39,13 @@ def _convert(folder: Path) -> str:
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+    proto, has_vocabulary = _sentencepiece(folder), any(folder.glob("vocab.*"))
+    if proto is None and not has_vocabulary and any(folder.glob("*.model")):  # tiktoken's lacks pattern and specials.
+        raise ValueError("its *.model is not one of SentencePiece; add the tokenizer.json")
     made: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     config = get_tokenizer_config(folder, local_files_only=True)
     kind = str(config.get("tokenizer_class") or type(made).__name__).removesuffix("Fast").removesuffix("Tokenizer")
-    proto, backend = _sentencepiece(folder), getattr(made, "backend_tokenizer", None)
+    backend = getattr(made, "backend_tokenizer", None)
     if backend is not None and kind in _BEGIN_TEXTS:
         made.add_bos_token = bool(config.get("add_bos_token", True))
         made.add_eos_token = bool(config.get("add_eos_token", False))
@@ -51,6 +55,8 @@ def _convert(folder: Path) -> str:
         raise ValueError(f"{type(made).__name__} has no fast version")
     if proto is not None and kind not in _PREPARE_TEXTS:
         _split_as_sentencepiece(backend, proto, is_legacy=config.get("legacy") is not False)
+    if proto is not None:
+        _check(made, proto, backend)
     return json.dumps({"tokenizer": backend.to_str(), "named": made.special_tokens_map})
 
 
@@ -130,11 +136,32 @@ def _split_as_sentencepiece(backend: Tokenizer, proto: Any, is_legacy: bool) -> 
     backend.decoder = decoders.Sequence(parts)
 
 
+def _check(made: Any, proto: Any, backend: Tokenizer) -> None:
+    """Raises ValueError for a class that takes few of the model's pieces, or changes texts before it splits them."""
+    known = backend.get_vocab()
+    if 2 * sum(piece.piece in known for piece in proto.pieces) < len(proto.pieces):
+        raise ValueError(f"{type(made).__name__} leaves out most pieces of its SentencePiece model")
+    in_python = getattr(made, "backend_tokenizer", None) is None
+    if in_python and any(made.encode(text, add_special_tokens=False) != _ids(backend, text) for text in _PROBES):
+        raise ValueError(f"{type(made).__name__} has no fast version, and does more than its SentencePiece model")
+
+
+def _ids(backend: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 def _of_pieces(made: Any, proto: Any) -> Tokenizer:
     """The pieces of a SentencePiece model with the ids of a tokenizer in Python."""
     from transformers.tokenization_utils_base import generate_merges
 
+    # One without an id of its own is the unknown token.
     special = [str(token) for token in made.all_special_tokens]
+    special = [
+        token
+        for token in special
+        if made.convert_tokens_to_ids(token) != made.unk_token_id or token == str(made.unk_token)
+    ]
     codes = list(getattr(made, "supported_language_codes", ()))  # Marian's.
     ids: dict[str, int] = {**made.get_vocab(), **{token: made.convert_tokens_to_ids(token) for token in special}}
     scores = {piece.piece: piece.score for piece in proto.pieces}

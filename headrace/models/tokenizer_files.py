@@ -36,6 +36,8 @@ VOCABULARIES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "*.model", "*.spm", "
 # Lists of special tokens, or such tokens by name.
 _LISTS = ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens")
 _DEFAULT_TEMPLATE = "default"
+_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+_CALL_END = "<|call|>"  # gpt-oss ends an answer with it too, which not every generation_config.json says.
 _CONVERSION_S = 300.0
 _MAX_REASON = 500
 
@@ -50,10 +52,10 @@ class ModelTokenizer:
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
 
     @property
-    def eos_id(self) -> int | None:
-        """The tokenizer's own end token."""
-        token = self.special_tokens.get("eos_token")
-        return None if token is None else self.backend.token_to_id(token)
+    def end_ids(self) -> frozenset[int]:
+        """The tokenizer's own end tokens."""
+        ids = map(self.backend.token_to_id, (self.special_tokens.get("eos_token", ""), _CALL_END))
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -80,24 +82,26 @@ def read_tokenizer(folder: Path) -> ModelTokenizer:
         _add(backend, _of_ids(config), replaces=True)
         _add(backend, (token for _, token in declared))
         named |= {name: token.content for name, token in declared if name}
-        return ModelTokenizer(backend, named, _templates(folder, config), config)
+        return ModelTokenizer(backend, named, chat_templates(folder), config)
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{folder}: the tokenizer's configuration cannot be read: {error!r}") from None
 
 
-def own_eos_id(folder: Path) -> int | None:
-    """The end token of a folder's tokenizer; None where there is no tokenizer that can be read."""
+def own_end_ids(folder: Path) -> frozenset[int]:
+    """The end tokens of a folder's tokenizer; none where there is no tokenizer that can be read."""
     try:
         config = read_config(folder, "tokenizer_config.json")
         if stated := config.get("added_tokens_decoder"):  # Without building a tokenizer, which takes longer.
             own = read_config(folder, TOKENIZER_FILE).get("added_tokens")  # Its ids have priority.
-            for token in own or [{"id": index, **token} for index, token in stated.items()]:
-                if token["content"] == config.get("eos_token"):
-                    return int(token["id"])
-        return read_tokenizer(folder).eos_id if has_vocabulary(folder) else None
+            ids = {
+                token["content"]: int(token["id"]) for token in own or [{"id": i, **one} for i, one in stated.items()]
+            }
+            if (eos := config.get("eos_token")) in [*ids]:
+                return frozenset(ids[name] for name in (eos, _CALL_END) if name in ids)
+        return read_tokenizer(folder).end_ids if has_vocabulary(folder) else frozenset()
     except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
         logger.warning("the tokenizer's end token is unknown: %s", error)
-        return None
+        return frozenset()
 
 
 @contextmanager
@@ -175,14 +179,15 @@ def _add(backend: Tokenizer, tokens: Iterable[AddedToken], replaces: bool = Fals
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
 
 
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name; a file has priority over the configuration."""
+def chat_templates(folder: Path) -> dict[str, str]:
+    """The chat templates in a folder by name; a file has priority over the configuration."""
     files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / CHAT_TEMPLATE_FILE).is_file():
         files[_DEFAULT_TEMPLATE] = folder / CHAT_TEMPLATE_FILE
     if files:
         return {name: file.read_text("utf-8") for name, file in files.items()}
-    stated = config.get("chat_template") or read_config(folder, "chat_template.json").get("chat_template") or []
+    configs = (read_config(folder, name) for name in _TEMPLATE_FILES)
+    stated: Any = next(filter(None, (config.get("chat_template") for config in configs)), [])
     if isinstance(stated, str):
         return {_DEFAULT_TEMPLATE: stated}
     return {template["name"]: template["template"] for template in stated}

@@ -26,7 +26,7 @@ from headrace.payload.parts import (
 )
 from headrace.payload.records import as_bytes, as_text
 from headrace.payload.rules import Digest, Mode, PayloadRules
-from headrace.payload.writer import PayloadWriter, end_wait
+from headrace.payload.writer import LATE_S, PayloadWriter, end_wait
 from headrace_protos.headrace_pb2 import Usage
 
 _BEGIN_WAIT_S = 1.0
@@ -82,6 +82,7 @@ class Recording:
         self._keeps_request = False
         self._cost = 0  # Of what is to be put next.
         self._chunks: list[Chunk] = []
+        self._late_at = 0.0  # For the first chunk that is not written.
         self._record: OpenRecord | None = None
         try:
             self._begin(record_id, begin, inputs)
@@ -121,7 +122,8 @@ class Recording:
         if not self._is_open:
             return
         try:
-            offset_ms = (time.monotonic() - self._arrived) * 1000
+            now = time.monotonic()
+            offset_ms = (now - self._arrived) * 1000
             count = len(token_ids)
             if count and self._ttft_ms is None:
                 self._ttft_ms = offset_ms
@@ -136,9 +138,12 @@ class Recording:
                 self._miss(MEMORY)
                 return
             self._cost += cost
-            if not self._chunks:
-                self._writer.later(self._write)
             self._chunks.append(_new_tuple(Chunk, (cost, offset_ms, text, token_ids, logprobs, outputs)))
+            if len(self._chunks) == 1:
+                self._late_at = now + LATE_S
+                self._writer.later(self._write)
+            elif now >= self._late_at:
+                self._write()
         except Exception:
             self._miss(FAILED, exc_info=True)
 

@@ -3,7 +3,8 @@
 Usually that is the event loop's: to encode a part and to copy it to the outbox's mapping costs a few microseconds, a
 fifth of waking a thread. It is the writer's own thread for parts above 256 KiB, with rules that look into contents
 (redaction, contents or digests of tensors), and with `fsync`. That thread also prepares the outbox's segments. Begins
-wait 25 ms for their ends and for answers, chunks for more of them: a busy event loop still writes them within 50 ms.
+wait 25 ms for their ends and for answers, chunks for more of them. Where a busy event loop comes to the timer late, the
+answer's next chunk after 40 ms writes those before it.
 
 The thread that writes has the state of open records. When the first parts of one are in an old segment, they are copied
 to the newest, so that a long stream keeps no segment on disk.
@@ -29,7 +30,7 @@ from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
-_GATHER_S = 0.025
+_GATHER_S, LATE_S = 0.025, 0.04
 _LARGE_BYTES = 256 << 10  # To encode and copy more takes the event loop too long.
 _SLICE = 64  # Recordings whose chunks are written at once.
 _IDLE_S, _RETRY_S = 1.0, 0.25

@@ -154,8 +154,7 @@ def _rotary(stated: _Stated, head_size: int, rotates_parts: bool = False) -> dic
         original = stated.number("rope.scaling.original_context_length", context)
         factors = {f"{name}_factor": stated.factors(f"rope_factors_{name}.weight") for name in ("long", "short")}
         scaling = {"factor": context / max(1, original), "original_max_position_embeddings": original}
-        if attention := stated.real("rope.scaling.attn_factor"):
-            scaling["attention_factor"] = attention
+        scaling["attention_factor"] = stated.real("rope.scaling.attn_factor", 1.0)
         return own | {"rope_type": "longrope"} | factors | scaling
     # Of files without a kind it is linear, in old ones by another name.
     factor = stated.real("rope.scaling.factor", stated.real("rope.scale_linear", 1.0))
@@ -232,6 +231,9 @@ def _gemma(stated: _Stated, vocabulary: int, kind: str, model_type: str, large: 
 
 
 def _gemma2(stated: _Stated, vocabulary: int) -> dict[str, Any]:
+    base = stated.real("rope.freq_base", 10000.0)
+    if stated.real("rope.freq_base_swa", base) != base:
+        raise ValueError(f"{stated.file.path} rotates otherwise within windows, which is not served of gemma2")
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     own: dict[str, Any] = {name: stated.real(name, value) for name, value in caps.items()}
     own |= {"sliding_window": stated.number("attention.sliding_window", 4096), "layer_types": stated.layers(2)}

@@ -15,7 +15,7 @@ from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ForbiddenError, InvalidRequestError
 from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
-from headrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
+from headrace.telemetry.identity import REQUEST_ID_METADATA, protocol_of, set_request_id
 
 MAX_REQUEST_ID = 256
 CALL_ID = "x-headrace-call-id"
@@ -73,6 +73,16 @@ class CallContext:
         if timeout_s is None:
             return NO_DEADLINE
         return Deadline(self.arrived + timeout_s, f"no token within {1000 * timeout_s:.0f} ms")
+
+    @cached_property
+    def beginning(self) -> Deadline:
+        """When an answer must have begun: `first_token`, or the call's own deadline if that is sooner."""
+        return min(self.deadline, self.first_token, key=lambda deadline: deadline.at)
+
+    @property
+    def caller_protocol(self) -> str:
+        """The protocol between caller and gateway, as `protocol_of`."""
+        return protocol_of(self.metadata)
 
     @cached_property
     def account(self) -> Client:

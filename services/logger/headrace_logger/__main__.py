@@ -17,7 +17,7 @@ from headrace_logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, Payload
 from headrace_logger.settings import LoggerSettings
 from headrace_logger.sinks import observe_sinks, start_sinks
 from headrace_logger.store.store import Store
-from headrace_logger.tails import SharedTails, Tails
+from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -31,14 +31,11 @@ async def serve(settings: LoggerSettings) -> None:
     server = Server("logger", settings, [PAYLOAD_LOG])
     store = Store(settings.database_url or settings.database, settings.fsync)
     server.at_stop(store.close)
-    tails = Tails()
-    if store.database.is_shared:
-        tails = shared = SharedTails()
-        server.own("following of other loggers", shared.follow(store))
-    ingest = PayloadIngestServicer(store, tails, server.stopping)
+    tails = Tails(store)
+    ingest = PayloadIngestServicer(store, server.stopping)
     PayloadLogServicer(store, tails).add_to(server.grpc)
     headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
-    GatewayCalls(store, tails).add_to(server.grpc)
+    GatewayCalls(store).add_to(server.grpc)
     sinks = await start_sinks(settings, store, server)
     retention = Retention(
         store, settings.retention_days, settings.max_size, tuple(sinks), usage_days=settings.usage_days

@@ -32,7 +32,6 @@ from headrace.payload.records import as_uuid7, next_id
 from headrace.rpc import Context
 from headrace.rpc.http2.request import seconds_of
 from headrace_logger.store.store import Store
-from headrace_logger.tails import Tails
 from headrace_protos.headrace_pb2 import GatewayCall, PayloadRecord
 
 logger = logging.getLogger(__name__)
@@ -82,11 +81,10 @@ _Values = Mapping[str, str]
 
 
 class GatewayCalls:
-    """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
+    """Stores the gateway's access log."""
 
-    def __init__(self, store: Store, tails: Tails, hold_s: float = _HOLD_S) -> None:
+    def __init__(self, store: Store, hold_s: float = _HOLD_S) -> None:
         self._store = store
-        self._tails = tails
         self._hold_s = hold_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -112,7 +110,7 @@ class GatewayCalls:
         if failures:
             text = "%d lines of the gateway's access log cannot be read"
             logger.error(text, len(failures), exc_info=failures[0])
-        self._tails.show(await self._store.add_calls(calls))
+        await self._store.add_calls(calls)
         return ExportLogsServiceResponse()
 
 

@@ -1,7 +1,5 @@
 """The logger's gRPC services over the store: PayloadLog reads and deletes records, PayloadIngest receives them.
 
-`Tails` shows every committed record once, after the commit, to the calls of Tail.
-
 A client whose policy makes it a user reads, follows and deletes only its own records: records of other clients appear
 not to exist, and a request that names another client raises ForbiddenError. Admins, and all callers where there are no
 keys, have all records.
@@ -11,6 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -132,7 +131,7 @@ class PayloadLogServicer:
 
     async def Tail(self, request: TailPayloadsRequest, context: Context) -> AsyncGenerator[Response, None]:
         _restrict(request, context)
-        with self._tails.open(Filters(request), caller_of(context)) as tail:
+        async with self._tails.open(Filters(request), caller_of(context)) as tail:
             # Response headers signal that the tail is open: a query after them misses no record between the two.
             await head_of_call().send(context, even_empty=True)
             async with aclosing(self._follow(tail, context)) as records:
@@ -141,10 +140,9 @@ class PayloadLogServicer:
 
     @errors_in_band(_error, headers_are_out=True)
     async def _follow(self, tail: OpenTail, context: Context) -> AsyncGenerator[Response, None]:
-        while True:
-            shown = await tail.next()
-            async with self._readers.lend(tail.caller, shown.size):
-                yield await shown.serialized()
+        async with aclosing(tail.records(partial(self._readers.lend, tail.caller))) as records:
+            async for record in records:
+                yield record
 
 
 def _restricted_to(context: Context) -> str | None:
@@ -172,15 +170,14 @@ def _serialized(response: Response) -> bytes:
 
 
 class PayloadIngestServicer(headrace_pb2_grpc.PayloadIngestServicer):
-    """Commits what taps send, in batches, and shows the new records to `tails`.
+    """Commits what taps send, in batches.
 
     A call has no end of its own. When `stopping` is set it ends, after the commit and acknowledgement of everything
     that has arrived; the tap sends the rest to the next process.
     """
 
-    def __init__(self, store: Store, tails: Tails, stopping: asyncio.Event) -> None:
+    def __init__(self, store: Store, stopping: asyncio.Event) -> None:
         self._store = store
-        self._tails = tails
         self._stopping = stopping
 
     async def Append(
@@ -192,7 +189,7 @@ class PayloadIngestServicer(headrace_pb2_grpc.PayloadIngestServicer):
         stop.add_done_callback(lambda _: reader.cancel())
         try:
             while batch := await arrivals.take():
-                self._tails.show(await self._store.append(batch))
+                await self._store.append(batch)
                 yield AppendResponse(sequence=max(request.sequence for request in batch))
             with suppress(asyncio.CancelledError):
                 reader.result()

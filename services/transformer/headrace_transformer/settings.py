@@ -14,11 +14,10 @@ from headrace.models.sources import ModelSource, is_name, parse_models
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Port, models_field, read_by
 from headrace_transformer.models.processors import ProcessorSource, parse_processors
-from headrace_transformer.text.answer_parser import REASONING_FORMATS, parse_formats
-from headrace_transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.answer_parser import REASONING_FORMATS, TOOL_FORMATS, parse_formats
 
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
-ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
+ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=TOOL_FORMATS))]
 ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
 AllModels = Annotated[tuple[ModelSource | EngineSource, ...], NoDecode, read_by(parse_models)]
 _LEAST_SIGNING_KEY = 16
@@ -170,11 +169,11 @@ class TransformerSettings(RecordingSettings):
         {},
         description=(
             "Comma list of model=format for models whose way to write tool calls is not found in their chat template"
-            " and vocabulary: hermes, llama, mistral or none."
+            " and vocabulary: hermes, llama, mistral, harmony or none."
         ),
     )
     reasoning_formats: ReasoningFormats = Field(
-        {}, description="The same for the marks of reasoning: think, mistral or none."
+        {}, description="The same for the marks of reasoning: think, mistral, harmony or none."
     )
     batches: Path | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The filters of Query and Tail, defined once: as SQL for stored records, and as a test of a new record.
+"""The filters of Query and Tail, defined once: as SQL, and as a test of a row of columns.
 
 `columns_of` returns the columns that the filters compare. Times are whole microseconds since 1970; a bound between two
 of them is rounded up. A record without a time to first token passes no `min_ttft_ms`. Durations also have a class, four
@@ -66,14 +66,15 @@ class Filters:
         """Whether the prompt or the answer contains the text."""
         return self.text in record.prompt or self.text in record.text
 
-    def passes(self, record: PayloadRecord, columns: Mapping[str, Any]) -> bool:
-        """Whether a record, with its `columns_of`, passes all filters."""
-        return (
-            all(
-                columns[column] is not None and compare(columns[column], value)
-                for column, compare, value in self._comparisons
-            )
-        ) and self.has_text(record)
+    @property
+    def columns(self) -> set[str]:
+        """The columns that `pass_columns` compares."""
+        return {column for column, *_ in self._comparisons}
+
+    def pass_columns(self, row: sql.Row[Any]) -> bool:
+        """Whether a row passes all filters except the text."""
+        found = ((getattr(row, column), compare, value) for column, compare, value in self._comparisons)
+        return all(own is not None and compare(own, value) for own, compare, value in found)
 
 
 def columns_of(record: PayloadRecord) -> dict[str, Any]:

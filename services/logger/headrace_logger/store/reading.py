@@ -133,13 +133,27 @@ def by_record_id(record_id: str, client: str | None) -> sql.Select[Any]:
     return chosen if client is None else chosen.where(records.c.client == client)
 
 
-def after(connection: sql.Connection, position: int, limit: int, with_calls: bool = False) -> list[Stored]:
-    """The services' records after a position, in the order of commit; fewer than the limit where they are large.
+def committed(connection: sql.Connection, filters: Filters, position: int, limit: int) -> tuple[Sequence[Row], int]:
+    """Examines at most `limit` records after a position, in the order of commit, those of calls for good among them.
 
-    `with_calls`: also the records of calls that no service can have recorded.
+    Returns the rows that pass every filter except the text, and the last position that was examined.
     """
-    shown = records.c.of_call != OF_CALL_FOR_NOW if with_calls else records.c.of_call == NOT_OF_CALL
-    clauses = (records.c.position > position, shown)
+    columns = (records.c.position, SIZE, *(records.c[name] for name in filters.columns))
+    shown = sql.select(*columns).where(records.c.position > position, records.c.of_call != OF_CALL_FOR_NOW)
+    rows = connection.execute(shown.order_by(records.c.position).limit(limit)).all()
+    return [row for row in rows if filters.pass_columns(row)], rows[-1].position if rows else position
+
+
+def bodies(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> list[bytes]:
+    """The bodies of rows, in the order of commit, of those that contain the text."""
+    chosen = sql.select(records.c.body).where(records.c.position.in_([row.position for row in rows]))
+    found = connection.execute(chosen.order_by(records.c.position))
+    return [row.body for row in found if _has_text(filters, row.body)]
+
+
+def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
+    """The services' records after a position, in the order of commit; fewer than the limit where they are large."""
+    clauses = (records.c.position > position, records.c.of_call == NOT_OF_CALL)
     chosen = sql.select(records.c.position, records.c.body).where(*clauses).order_by(records.c.position).limit(limit)
     page: list[Stored] = []
     size = 0

@@ -20,14 +20,13 @@ import sqlalchemy as sql
 
 from headrace.errors import NotReadyError
 from headrace_logger.read_limits import FREE_BYTES, Reader
-from headrace_logger.store import reading, shares, tables, usage, writing
-from headrace_logger.store.deletions import Deletions, delete_some
+from headrace_logger.store import deletions, reading, shares, tables, usage, writing
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, open_database
 from headrace_logger.store.reading import Found, Place, Row, Stored
 from headrace_logger.store.writing import GatewayLine
 from headrace_logger.telemetry import Commits
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageRequest, UsageResponse
+from headrace_protos.headrace_pb2 import AppendRequest, UsageRequest, UsageResponse
 
 SEARCH_S = 5.0
 
@@ -49,34 +48,25 @@ class Store:
     ) -> None:
         self._commits = commits or Commits()
         self._search_s = search_s
-        self._deletions = Deletions()
         self._usage = usage.UsageSums()
-        self.database = open_database(location, fsync, self._load, self._commits.count_lost_database)
+        self.database = open_database(location, fsync, self._usage.load, self._commits.count_lost_database)
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
-        self._next_commit: asyncio.Task[set[int]] | None = None
+        self._next_commit: asyncio.Task[None] | None = None
         self._committing = asyncio.Lock()
         self._refused_until = 0.0  # From a commit of records that failed, to the next one or this time.
 
-    def _load(self, connection: sql.Connection) -> None:
-        """Reads what is kept in memory too."""
-        self._deletions.load(connection)
-        self._usage.load(connection)
-
-    async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
-        """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
-        if not requests:
-            return []
+    async def append(self, requests: Sequence[AppendRequest]) -> None:
+        """Commits the records, all or none; existing ones stay unchanged."""
         self._gathered += requests
         if self._next_commit is None:
             self._next_commit = asyncio.create_task(self._commit(), name="store commit")
             # Its callers may have left; this retrieves the exception.
             self._next_commit.add_done_callback(lambda task: task.cancelled() or task.exception())
-        new = await asyncio.shield(self._next_commit)
-        return [request.record for key, request in {id(one): one for one in requests}.items() if key in new]
+        await asyncio.shield(self._next_commit)
 
-    async def _commit(self) -> set[int]:
-        """Commits the requests submitted during the previous commit; returns the `id` of each new one."""
+    async def _commit(self) -> None:
+        """Commits the requests submitted during the previous commit."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
             try:
@@ -88,19 +78,19 @@ class Store:
         if new:
             for notice in self._notices:
                 notice()
-        return {id(request) for request in new}
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
         with self.database.begin() as connection:
-            return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
+            return writing.append(connection, requests, tables.now_us(), self._usage)
 
-    async def add_calls(self, calls: Sequence[GatewayLine]) -> list[PayloadRecord]:
+    async def add_calls(self, calls: Sequence[GatewayLine]) -> None:
         """Commits calls that the gateway logged.
 
         A call is joined to the services' records with its call_id. Without such a record it is a record of its own
-        until one arrives. Returns those of calls that no service can record.
+        until one arrives.
         """
-        return await self.database.write(writing.add_calls, calls, tables.now_us()) if calls else []
+        if calls:
+            await self.database.write(writing.add_calls, calls, tables.now_us())
 
     async def get(
         self, record_id: str, lender: Reader | None = None, client: str | None = None
@@ -168,24 +158,36 @@ class Store:
         """
         ((column, value),) = key.items()
         # Registered first, so that records that arrive meanwhile are covered.
-        await self.database.write(self._deletions.add, column, value, of_client or "", tables.now_us())
+        await self.database.write(deletions.add, column, value, of_client or "", tables.now_us())
         chosen = tables.records.c[column] == value
         if of_client is not None:
             chosen &= tables.records.c.client == of_client
         deleted = 0
-        while batch := await self.database.write(delete_some, chosen):
+        while batch := await self.database.write(deletions.delete_some, chosen):
             deleted += batch
         if deleted:
             await self.database.give_back()
         return deleted
 
-    async def after(self, position: int, limit: int, with_calls: bool = False) -> list[Stored]:
+    async def after(self, position: int, limit: int) -> list[Stored]:
         """Returns at most `limit` of the services' records after `position`, in the order of commit.
 
-        `with_calls`: also the records of calls that no service can have recorded. Without the gateway's part, so that
-        every read of a record returns the same.
+        Without the gateway's part, so that every read of a record returns the same.
         """
-        return await self.database.read(reading.after, position, limit, with_calls)
+        return await self.database.read(reading.after, position, limit)
+
+    async def committed(self, filters: Filters, position: int) -> tuple[Sequence[Row], int]:
+        """See `reading.committed`; examines a page of records."""
+        return await self.database.read(reading.committed, filters, position, _ROWS_PER_READ)
+
+    async def bodies(self, filters: Filters, rows: Sequence[Row], lender: Reader) -> AsyncGenerator[bytes, None]:
+        """The serialized records of rows that `committed` found, without the gateway's part; `lender` as in `query`."""
+        while rows:
+            count = max(1, reading.fitting(rows, FREE_BYTES))
+            some, rows = rows[:count], rows[count:]
+            async with lender(sum(row.size for row in some)):
+                for body in await self.database.read(reading.bodies, filters, some):
+                    yield body
 
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
@@ -220,7 +222,6 @@ class Store:
         """Forgets sequences that were received, and calls that were deleted, before a time."""
         while await self.database.write(shares.forget_some, before_us):
             pass
-        await self.database.write(self._deletions.load)
 
     async def forget_usage(self, before_us: int) -> None:
         """Forgets the usage of hours that ended before a time."""

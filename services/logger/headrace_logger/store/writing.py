@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import sqlalchemy as sql
 
 from headrace.payload.records import was_refused
-from headrace_logger.store import shares
-from headrace_logger.store.deletions import Deletions
+from headrace_logger.store import deletions, shares
 from headrace_logger.store.filters import columns_of
 from headrace_logger.store.tables import (
     NOT_OF_CALL,
@@ -32,19 +31,17 @@ def append(
     connection: sql.Connection,
     requests: Sequence[AppendRequest],
     now_us: int,
-    deletions: Deletions,
     usage: UsageSums,
 ) -> list[AppendRequest]:
     """Adds the services' records that are new and not covered by a deletion; returns their requests.
 
     The sums of usage include those that a deletion covers.
     """
-    deletions.refresh(connection)
     new: list[AppendRequest] = []
     for source in dict.fromkeys(request.source for request in requests):
         arrived = _new_of_source(connection, source, [one for one in requests if one.source == source], now_us)
         usage.add(connection, [request.record for request in arrived])
-        new += _append_new(connection, arrived, deletions)
+        new += _append_new(connection, arrived)
     return new
 
 
@@ -79,11 +76,9 @@ def _id_of(connection: sql.Connection, source: str) -> int:
     return int(source_id)
 
 
-def _append_new(
-    connection: sql.Connection, requests: Sequence[AppendRequest], deletions: Deletions
-) -> list[AppendRequest]:
+def _append_new(connection: sql.Connection, requests: Sequence[AppendRequest]) -> list[AppendRequest]:
     """Adds the records that no deletion covers; returns their requests."""
-    new = [request for request in requests if not deletions.cover(request.record)]
+    new = deletions.uncovered(connection, requests)
     call_ids = {request.record.call_id for request in requests if request.record.call_id}
     # The service's record replaces that of only the gateway's line.
     for some in lists(call_ids):
@@ -111,8 +106,8 @@ class GatewayLine(Protocol):
         ...
 
 
-def add_calls(connection: sql.Connection, lines: Sequence[GatewayLine], now_us: int) -> list[PayloadRecord]:
-    """Adds the calls that are new; returns the records of those that no service can record."""
+def add_calls(connection: sql.Connection, lines: Sequence[GatewayLine], now_us: int) -> None:
+    """Adds the calls that are new."""
     by_id = {line.call_id: line for line in reversed(lines) if line.call_id}
     unnamed = shares.unnamed_calls(connection, by_id.keys())
     for call_id in among(connection, calls.c.call_id, by_id):
@@ -123,16 +118,12 @@ def add_calls(connection: sql.Connection, lines: Sequence[GatewayLine], now_us: 
             for call_id, line in by_id.items()
         ]
         connection.execute(sql.insert(calls), new)
-    rows, final = [], []
+    rows = []
     for line in lines:
         if not line.call_id or (by_id.get(line.call_id) is line and line.call_id in unnamed):
             record = line.record()
-            is_final = not line.may_be_recorded(record)
-            rows.append(_row(record, OF_CALL if is_final else OF_CALL_FOR_NOW))
-            if is_final:
-                final.append(record)
+            rows.append(_row(record, OF_CALL_FOR_NOW if line.may_be_recorded(record) else OF_CALL))
     shares.add(connection, rows)
-    return final
 
 
 def _row(record: PayloadRecord, of_call: int) -> dict[str, Any]:

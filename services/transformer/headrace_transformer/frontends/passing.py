@@ -112,7 +112,7 @@ class Passing:
             recording.served_model = answering.served
             asked, n = body.get("max_tokens") or body.get("max_completion_tokens"), body.get("n")
             account = call.account
-            async with call.deadline.scope(), call.first_token.scope():
+            async with call.beginning.scope():
                 place = await pool.places.take(account.name, account.policy.weight)
             backoff = self.predictor.backoff(call.deadline)
             passed = _PassedCall(answering.name, pool, body, path, recording, backoff, call.first_token)

@@ -115,7 +115,7 @@ class Pipeline:
         call, resume, links = request.call, request.resume, self.generator.links
         # A model that has the weights which began the client's answer; any for a new one.
         serves = None if resume is None else lambda name: links.can_resume(name, resume.fingerprint)
-        async with self._admission.holding_refusals(request), call.first_token.scope():
+        async with self._admission.holding_refusals(request), call.beginning.scope():
             answering = await self.router.resolve(request.model, request.version, call, serves)
             if request.choices > 1:  # All of them use one model.
                 answering = answering._replace(others=(), wait_s=None)

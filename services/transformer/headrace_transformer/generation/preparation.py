@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.grammars import PARAMETER, check_grammar
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_asked
@@ -19,7 +18,7 @@ from headrace_transformer.models.models import TextModel
 from headrace_transformer.predictors.discovery.descriptions import Dialect
 from headrace_transformer.predictors.resume.progress import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
+from headrace_transformer.text.answer_grammars import calls_grammar, form_grammar, form_rule
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
 from headrace_transformer.text.tokenizer import Chat, Messages, TextTokenizer, check_token_count
 from headrace_transformer.text.tools import ToolUse
@@ -28,7 +27,6 @@ _MAX_CUT = 1024 * 1024  # Tokens of a prompt before it is cut; longer ones are r
 _THREADS, _PLACES = 2, 258  # Of checks of grammars.
 _KEPT = 256
 _PROMPT_END = 16  # Tokens that are enough for a mark of the reasoning.
-_PASSED = "the deadline passed while the grammar of structured_outputs was checked"
 
 
 class Prepared(NamedTuple):
@@ -56,7 +54,7 @@ class Preparation:
         sampling = model.defaults.changed(request.sampling)
         _check_model(request, model, sampling)
         if sampling.structured_outputs:
-            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
+            await self._grammars.check(sampling.structured_outputs)
         prompt_ids = await self.ids(request, model)
         prompt_end = prompt_end_of(tokenizer, prompt_ids) if request.has_parts and syntax.reasoning else ""
         if request.bad_words:
@@ -108,7 +106,7 @@ class Preparation:
             try:
                 grammar = _grammar_of(form, tools, syntax, model.tokenizer, prompt_end)
                 if grammar:
-                    await self._grammars.check(read_structured_outputs(grammar), request.call.deadline)
+                    await self._grammars.check(read_structured_outputs(grammar))
                 return {PARAMETER: grammar} if grammar else {}
             except InvalidRequestError as refusal:
                 if tools is None:
@@ -168,7 +166,7 @@ class Preparation:
             _check_tools(request, model.name, self.syntax(model))
             tools = "" if request.tools is None else request.tools.definitions
             chat = Chat(messages, request.template_options, tools)
-            text = await tokenizer.render(chat, most, self._bodies, request.call.deadline)
+            text = await tokenizer.render(chat, most, self._bodies)
             # The template has written the special tokens already.
             return await tokenizer.encode(text, most, add_special_tokens=False)
         if request.prompt is not None:
@@ -223,7 +221,7 @@ def _grammar_of(
     elif reasoning is None or constraint is None:
         return {}
     else:
-        grammar = after_reasoning([str(form_rule(constraint))], reasoning, is_open, ids)
+        grammar = form_grammar(str(form_rule(constraint)), reasoning, is_open, ids)
     return {"grammar": grammar}
 
 
@@ -259,14 +257,13 @@ class GrammarChecks:
         self._threads = FairThreads(_THREADS, _PLACES, "grammars")
         self._results: OrderedDict[str, InvalidRequestError | None] = OrderedDict()
 
-    async def check(self, text: str, deadline: Deadline) -> None:
+    async def check(self, text: str) -> None:
         """Raises InvalidRequestError for a grammar that cannot be compiled or met."""
         if text in self._results:
             self._results.move_to_end(text)
             refusal = self._results[text]
         else:
-            async with deadline.scope(_PASSED):
-                refusal = await self._threads.run(caller_of_call(), _refusal, text)
+            refusal = await self._threads.run(caller_of_call(), _refusal, text)
             self._results[text] = refusal
             if len(self._results) > _KEPT:
                 self._results.popitem(last=False)

@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.rpc.limits.admission import error_of_call
 from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.gathered import Gathered, counter, histogram
-from headrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
+from headrace.telemetry.identity import MODEL, PROTOCOL
 from headrace.telemetry.rpc import OTHER, mark_failure
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest
@@ -99,7 +99,7 @@ class ObservedGeneration:
         self._span = trace.get_current_span()
         operation = "chat" if request.messages else "text_completion"
         model = request.model if is_served else OTHER
-        self._gap_attributes = {MODEL: model, PROTOCOL: protocol_of(request.call.metadata)}
+        self._gap_attributes = {MODEL: model, PROTOCOL: request.call.caller_protocol}
         self._attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "headrace",

@@ -84,7 +84,7 @@ class EncoderCalls:
 
     async def _encode(self, request: Request, found: Model, call: CallContext) -> Encoded:
         name, model = found.name, _row_model(request, found)
-        rows = await request.rows_of(RowReader(model, self.bodies, call.deadline, request.cut))
+        rows = await request.rows_of(RowReader(model, self.bodies, request.cut))
         tokens = sum(len(row.ids) for row in rows)
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
 from headrace_transformer.models.models import RowModel
 from headrace_transformer.processes.body_processes import BodyProcesses
@@ -47,7 +46,6 @@ class RowReader:
 
     model: RowModel
     bodies: BodyProcesses
-    deadline: Deadline
     cut: int | None = None
 
     def prompt(self, name: str | None = None, input_type: str | None = None) -> str:
@@ -111,7 +109,7 @@ class RowReader:
 
     async def _render(self, messages: Messages) -> str:
         options = {"add_generation_prompt": False, **self.model.files.template_options}
-        return await self.model.tokenizer.render(Chat(messages, options), self._length, self.bodies, self.deadline)
+        return await self.model.tokenizer.render(Chat(messages, options), self._length, self.bodies)
 
     async def _drops_pairs(self, form: str) -> bool:
         """Whether the chat template leaves a text of a pair out, as those of chats do; sentence-transformers' test."""

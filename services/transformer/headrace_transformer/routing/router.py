@@ -93,8 +93,8 @@ class Router:
     # ------------------------------------------------------------------ the model of a call
 
     async def wait_for(self, name: str, version: str, call: CallContext) -> Answering:
-        """As `resolve`, within the deadline of the first token."""
-        async with call.first_token.scope():
+        """As `resolve`, before an answer must have begun."""
+        async with call.beginning.scope():
             return await self.resolve(name, version, call)
 
     async def resolve(

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.grammars import json_options
 from headrace.json_schemas import enforceable
 from headrace.structured_outputs import Constraint
-from headrace_transformer.text.answer_parser import ReasoningMarks
+from headrace_transformer.text.answer_parser import HARMONY, ReasoningMarks
 from headrace_transformer.text.tool_calls import PARSERS
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
@@ -39,11 +39,14 @@ def calls_grammar(
     # Two ways to write white space in one grammar would take it from each other.
     style = _STYLE if form is None else json_options(form)
     rest, *rules = _RULES[tool_format](tools, token_ids, style)
-    calls = rest if tool_format == "llama" else f"{mark_symbol(PARSERS[tool_format].MARK, token_ids)} {rest}"
+    is_bare = tool_format in ("llama", HARMONY)
+    calls = rest if is_bare else f"{mark_symbol(PARSERS[tool_format].MARK, token_ids)} {rest}"
     if rule is not None:
-        first = ["form | calls", f"form: {rule}", f"calls: {calls}"]
+        first = ["answer_form | calls", *_form(rule, reasoning, token_ids), f"calls: {calls}"]
     elif tools.is_required:
         first = [calls]
+    elif tool_format == HARMONY:
+        first = ["answer_form | calls", *_form("/(.|\\n)*/", reasoning, token_ids), f"calls: {calls}"]
     else:
         bare = f" | {rest}" if tool_format == "llama" else ""
         first = ["text | calls", f"calls: until_mark {rest}{bare}", *_text(tool_format, token_ids)]
@@ -88,7 +91,16 @@ def _mistral(tools: ToolUse, ids: Mapping[str, int], style: Mapping[str, Any]) -
     return [f'"[" {calls} "]"', "call: function", *_functions(tools, "arguments", style)]
 
 
-_RULES = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
+def _harmony(tools: ToolUse, ids: Mapping[str, int], style: Mapping[str, Any]) -> list[str]:
+    """A message to a function, whose end ends the answer."""
+    functions = []
+    for number, one in enumerate(tools.functions):
+        head = f"<|channel|>commentary to=functions.{one.name} <|constrain|>json<|message|>"
+        functions.append(f"function_{number}: {mark_symbol(head, ids)} {_json(_schema(one), one, style)}")
+    return ["function", _any_of(tools), *functions]
+
+
+_RULES = {"hermes": _hermes, "llama": _llama, "mistral": _mistral, HARMONY: _harmony}
 
 
 def _several(tools: ToolUse, separator: str) -> str:
@@ -149,11 +161,21 @@ def after_reasoning(
     if reasoning is None:
         return "\n".join([f"start: {first}", *others])
     start = "thought" if is_open else f"({mark_symbol(reasoning.open, token_ids)} thought)?"
-    if reasoning.close in token_ids:
+    if token_ids.keys() & ReasoningMarks(reasoning.close, "").tokens:
         thought = [f"thought: /(.|\\n)*/ {mark_symbol(reasoning.close, token_ids)} /\\s*/"]
     else:
         thought = ["thought: reasoning /\\s*/", f"reasoning[suffix={quoted(reasoning.close)}]: /(.|\\n)*/"]
     return "\n".join([f"start: {start} answer", f"answer: {first}", *others, *thought])
+
+
+def form_grammar(rule: str, reasoning: ReasoningMarks | None, is_open: bool, token_ids: Mapping[str, int]) -> str:
+    """The grammar of a form's rule after the reasoning, see `after_reasoning`."""
+    return after_reasoning(["answer_form", *_form(rule, reasoning, token_ids)], reasoning, is_open, token_ids)
+
+
+def _form(rule: str, reasoning: ReasoningMarks | None, token_ids: Mapping[str, int]) -> list[str]:
+    mark = mark_symbol(reasoning.answer, token_ids) if reasoning is not None else ""
+    return [f"answer_form: {mark} form", f"form: {rule}"]
 
 
 def form_rule(form: Constraint) -> str | None:
@@ -170,7 +192,9 @@ def form_rule(form: Constraint) -> str | None:
 
 
 def mark_symbol(text: str, token_ids: Mapping[str, int]) -> str:
-    return f"<[{token_ids[text]}]>" if text in token_ids else quoted(text)
+    """A mark in a grammar, of which some parts may be special tokens."""
+    parts = re.split(f"({'|'.join(map(re.escape, token_ids))})", text) if token_ids else [text]
+    return " ".join(f"<[{token_ids[part]}]>" if part in token_ids else quoted(part) for part in parts if part)
 
 
 def quoted(text: str) -> str:

@@ -30,24 +30,31 @@ from headrace_transformer.text.answer_parts import (
     layout_length,
     merged,
 )
+from headrace_transformer.text.harmony import HarmonyParser
 from headrace_transformer.text.tool_calls import PARSERS, ToolCallParser
 from headrace_transformer.text.tools import ToolUse
 
-NONE = "none"
+NONE, HARMONY = "none", "harmony"
 _TOOLS = re.compile(r"\btools\b")
-_OTHER_MARKUP = ("<function=", "<arg_key>")  # Of Qwen3-Coder and GLM, within <tool_call>.
+# Of Qwen3-Coder and Functionary, GLM, MiniMax, Apriel, Hunyuan; most within <tool_call>.
+_OTHER_MARKUP = ("<function=", "<arg_key>", "<invoke ", "<tool_calls>", "<tool_sep>")
 _TOOL_MARKS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    HARMONY: ("<|constrain|>", "<|call|>", "<|return|>"),
 }
+TOOL_FORMATS = tuple(_TOOL_MARKS)
 
 
 @dataclass(eq=False)
 class AnswerParser:
-    """One instance for each answer; without a parser for something, that is text. `max_calls` leaves out others."""
+    """One instance for each answer; without a parser for something, that is text. `max_calls` leaves out others.
 
-    reasoning: "ReasoningParser | None"
+    A `HarmonyParser` separates calls too.
+    """
+
+    reasoning: "ReasoningParser | HarmonyParser | None"
     tools: ToolCallParser | None
     max_calls: int | None = None
     _parts: list[Part] = field(default_factory=list)
@@ -92,13 +99,23 @@ class AnswerParser:
 
 
 class ReasoningMarks(NamedTuple):
-    """The texts before and after a model's reasoning."""
+    """The texts before and after a model's reasoning; `answer`, if any, is before every answer."""
 
     open: str
     close: str
+    answer: str = ""
+
+    @property
+    def tokens(self) -> list[str]:
+        """What may be a special token of the vocabulary: the marks, or within them such as `<|channel|>`."""
+        return [token for mark in self for token in _TOKENS.findall(mark) or filter(None, [mark])]
 
 
+_TOKENS = re.compile(r"<\|\w+\|>")
 REASONING_FORMATS = {
+    HARMONY: ReasoningMarks(
+        "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    ),  # gpt-oss
     "think": ReasoningMarks("<think>", "</think>"),  # DeepSeek-R1, Qwen3, QwQ
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),  # Magistral
 }
@@ -137,10 +154,10 @@ class ReasoningParser:
 
     def _begin(self) -> None:
         """Decides whether the output begins with reasoning."""
-        text, mark = self._text.lstrip(), self._marks.open
-        if text.startswith(mark):
-            self._text, self._is_before, self.is_open = text[len(mark) :], False, True
-        elif not mark.startswith(text):
+        text, marks = self._text.lstrip(), self._marks
+        if text.startswith(marks.open):
+            self._text, self._is_before, self.is_open = text[len(marks.open) :], False, True
+        elif not marks.open.startswith(text):
             self._is_before = self._is_at_start = False
 
     def _reason(self, parts: list[Part]) -> None:
@@ -168,7 +185,7 @@ class ReasoningParser:
 
 
 class AnswerSyntax(NamedTuple):
-    """Names of PARSERS and of REASONING_FORMATS; "" for none. `takes_tools`: the chat template uses `tools`."""
+    """Names of TOOL_FORMATS and of REASONING_FORMATS; "" for none. `takes_tools`: the chat template uses `tools`."""
 
     tools: str = ""
     reasoning: str = ""
@@ -177,7 +194,7 @@ class AnswerSyntax(NamedTuple):
     def marks(self, with_tools: bool) -> list[str]:
         """The texts that an answer is parsed by, which may be special tokens of the vocabulary."""
         tools = _TOOL_MARKS[self.tools] if self.tools and with_tools else ()
-        return [*tools, *(REASONING_FORMATS[self.reasoning] if self.reasoning else ())]
+        return [*tools, *(REASONING_FORMATS[self.reasoning].tokens if self.reasoning else ())]
 
     def reasoning_after(self, prompt_end: str) -> tuple[ReasoningMarks | None, bool]:
         """The marks of reasoning that may follow a prompt, and whether the prompt has begun it.
@@ -185,22 +202,26 @@ class AnswerSyntax(NamedTuple):
         None where there is no reasoning, or where the prompt has ended it.
         """
         marks, end = REASONING_FORMATS.get(self.reasoning), prompt_end.rstrip()
-        if marks is None or end.endswith(marks.close):
-            return None, False
-        return marks, end.endswith(marks.open)
+        if marks is None or end.endswith(marks.open):
+            return marks, marks is not None
+        is_answer = not end.endswith("<|start|>assistant") if marks.answer else end.endswith(marks.close)
+        return None if is_answer else marks, False
 
     def parser(self, prompt_end: str, tools: ToolUse | None, seed: int | None) -> AnswerParser | None:
         """The parser of an answer after that prompt, with functions that it may call; None if it is text alone.
 
         The ids of calls are the same for equal seeds; None: a random one.
         """
-        calls = None
+        calls, call_id = None, None
         if self.tools and tools is not None:
-            seed = random.getrandbits(64) if seed is None else seed
-            calls = PARSERS[self.tools](tools.names, partial(_call_id, seed, self.tools))
-        marks, is_open = self.reasoning_after(prompt_end)
-        reasoning = None if marks is None else ReasoningParser(marks, is_open)
+            call_id = partial(_call_id, random.getrandbits(64) if seed is None else seed, self.tools)
         max_calls = None if tools is None or tools.is_parallel else 1
+        marks, is_open = self.reasoning_after(prompt_end)
+        if self.reasoning == HARMONY or (self.tools == HARMONY and call_id is not None):
+            return AnswerParser(HarmonyParser(is_open, call_id, self.reasoning != HARMONY), None, max_calls)
+        if tools is not None and call_id is not None:
+            calls = PARSERS[self.tools](tools.names, call_id)
+        reasoning = None if marks is None else ReasoningParser(marks, is_open)
         return AnswerParser(reasoning, calls, max_calls) if calls or reasoning else None
 
     def parts_of(self, text: str, prompt_end: str, tools: ToolUse | None, seed: int) -> Sequence[Part]:
@@ -218,8 +239,8 @@ def syntax_of(templates: Sequence[str], has_token: Callable[[str], bool]) -> Ans
     template = "\n".join(templates)
     takes_tools = bool(_TOOLS.search(template))
     tools = ""
-    if takes_tools:
-        if "<tool_call>" in template and not any(markup in template for markup in _OTHER_MARKUP):
+    if takes_tools and not any(markup in template for markup in _OTHER_MARKUP):
+        if "<tool_call>" in template:
             tools = "hermes"
         elif has_token("[TOOL_CALLS]"):
             tools = "mistral"
@@ -227,8 +248,10 @@ def syntax_of(templates: Sequence[str], has_token: Callable[[str], bool]) -> Ans
             tools = "llama"
     reasoning = ""
     for name, marks in REASONING_FORMATS.items():
-        if marks.close in template or (template and has_token(marks.close)):
+        if (marks.answer or marks.close) in template or (template and has_token(marks.close)):
             reasoning = name
+    if takes_tools and reasoning == HARMONY:
+        tools = HARMONY
     return AnswerSyntax(tools, reasoning, takes_tools)
 
 

@@ -6,7 +6,7 @@ They are rendered in a process of their own, whose time and memory are limited: 
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
@@ -38,17 +38,12 @@ def refusals(model: str) -> Iterator[None]:
 
 
 def conversation_of(messages: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
-    """Messages, each a role, a content and perhaps further fields as a JSON object, as templates take them.
-
-    The arguments of a call are an object, or the text that a model wrote in its place.
-    """
+    """Messages, each a role, a content and perhaps further fields as a JSON object, as templates take them."""
     conversation: list[dict[str, Any]] = []
     for role, content, *fields in messages:
         conversation.append({"role": role, "content": content})
         for field in fields:
             conversation[-1].update(orjson.loads(field))
-        for call in conversation[-1].get("tool_calls") or ():
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return conversation
 
 
@@ -61,13 +56,110 @@ def _arguments(value: Any) -> Any:
     return found if isinstance(found, dict) else value
 
 
-def _loosened(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with an object around arguments that are none, for a template that reads nothing else."""
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _loosened(value: Any) -> dict[str, Any]:
+    """Arguments as an object, with one around what is none, for a template that reads nothing else."""
+    found = _arguments(value)
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _with_calls(
+    conversation: Sequence[dict[str, Any]], read: Callable[[Any], Any], no_content: str | None
+) -> Iterator[dict[str, Any]]:
+    """The messages, of those with calls each `read` for its arguments and `no_content` for a content of no text."""
     for message in conversation:
-        for call in message.get("tool_calls") or ():
-            if not isinstance(call["function"]["arguments"], dict):
-                call["function"]["arguments"] = {"arguments": call["function"]["arguments"]}
-    return conversation
+        if calls := message.get("tool_calls"):
+            functions = ({**call["function"], "arguments": read(call["function"]["arguments"])} for call in calls)
+            calls = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+            message = {**message, "content": message.get("content") or no_content, "tool_calls": calls}
+        yield message
+
+
+def _one_by_one(conversation: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages, each with one call at most and its result behind it, for a template of single calls."""
+    called: dict[str, list[dict[str, Any]]] = {}
+    for message in conversation:
+        if message["role"] == "tool":
+            called.setdefault(message.get("tool_call_id", ""), []).append(message)
+    for message in conversation:
+        calls = message.get("tool_calls") or ()
+        for number, call in enumerate(calls):
+            one = message if number == 0 else {"role": message["role"], "content": ""}
+            yield {**one, "tool_calls": [call]}
+            yield from called.pop(call.get("id", ""), ())
+        if not calls and (message["role"] != "tool" or called.pop(message.get("tool_call_id", ""), ())):
+            yield message
+
+
+def _thought(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with calls whose text is a part of its reasoning."""
+    if not (message.get("tool_calls") and message.get("thinking") and message.get("content")):
+        return message
+    reasoning = f"{message['thinking']}\n{message['content']}"
+    return {**message, "content": "", "thinking": reasoning, "reasoning_content": reasoning}
+
+
+def _written(template: str, conversation: Sequence[dict[str, Any]], given: Mapping[str, Any]) -> str:
+    """What a template writes of a conversation in the form in which it reads calls: it may know a single one.
+
+    Some write only the first call of a message, or refuse others, or refuse a text beside both reasoning and calls.
+    """
+    calls = [call["function"] for message in conversation for call in message.get("tool_calls") or ()]
+    single = [*_one_by_one(conversation)]
+    errors: list[Exception] = []
+    best: tuple[int, str] | None = None
+    for messages in (conversation, single, [*map(_thought, single)]) if calls else (conversation,):
+        try:
+            found = _shortest(template, messages, given, calls)
+        except _ERRORS as error:
+            errors.append(error)
+            continue
+        best = found if best is None or found[0] < best[0] else best
+        if not best[0] or "tool_calls" not in template:
+            break
+    if best is None:
+        raise errors[0]
+    return best[1]
+
+
+def _shortest(
+    template: str, messages: Sequence[dict[str, Any]], given: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]
+) -> tuple[int, str]:
+    """The shortest text with most of the calls, behind the number of those that it lacks.
+
+    Most templates read arguments as an object, some as a text: they raise, or write an object as Python does. Some
+    write calls only beside a content that is null, or beside another an empty message.
+    """
+    texts, errors = [], []
+    for no_content in ("", None) if calls and "none" in template.lower() else ("",):
+        found: list[tuple[int, str]] = []
+        for read in (_arguments, _text, _loosened) if calls else (_arguments,):
+            try:
+                text = _compiled(template).render(messages=[*_with_calls(messages, read, no_content)], **given)
+            except _ERRORS as error:
+                errors.append(error)
+                continue
+            found.append((sum(not _is_written(call, text) for call in calls), text))
+            if not found[-1][0] or "tool_calls" not in template:
+                break
+        texts += sorted(found, key=lambda one: one[0])[:1]
+    if not texts:
+        raise errors[0]
+    return min(texts, key=lambda one: (one[0], len(one[1])))
+
+
+def _is_written(call: Mapping[str, Any], text: str) -> bool:
+    """Whether a text has a call, whose name alone may be that of a declared tool."""
+    arguments = _arguments(call["arguments"])
+    if not isinstance(arguments, dict) or not arguments:
+        return call["name"] in text
+    values = [value for value in arguments.values() if isinstance(value, str)]
+    forms = [(value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]) for value in values]
+    has_values = all(any(form in text for form in one) for one in forms)
+    return call["name"] in text and has_values and str(arguments) not in text
 
 
 def render(conversation: bytes, model: str, template: str, variables: Mapping[str, Any]) -> tuple[bool, bytes]:
@@ -98,10 +190,7 @@ def rendered(
         for message in conversation:
             if isinstance(content := message.get("content"), str) and _takes_parts(template, message["role"]):
                 message["content"] = _as_parts(content)
-        try:
-            text = _compiled(template).render(messages=conversation, **given)
-        except _ERRORS:
-            text = _compiled(template).render(messages=_loosened(conversation), **given)
+        text = _written(template, conversation, given)
         if not is_continued:
             return text
         begun, end, behind = text.rpartition(_END)

@@ -47,11 +47,19 @@ class _StopString:
             matched += stop[matched] == text[at]
             at += 1
             if matched == len(stop):
-                self.matched = matched
+                if len(self._failure) < matched:
+                    self._extend()
+                self.matched = self._failure[-1]
                 return at
             if matched > len(self._failure):
                 self._extend()
         self.matched = matched
+        return -1
+
+    def pass_over(self, text: str) -> int:
+        """As `find`, of a text in which no stop string counts."""
+        while (at := self.find(text)) >= 0:
+            text = text[at:]
         return -1
 
     def _extend(self) -> None:
@@ -76,15 +84,15 @@ class StopFinder:
         self.found = False
         self.string: str | None = None  # The stop string that was found.
 
-    def push(self, text: str) -> str:
-        """The text that can be passed on after adding `text`."""
+    def push(self, text: str, is_early: bool = False) -> str:
+        """The text that can be passed on after adding `text`; what ends in an early one is no stop string."""
         if not self._stop:
             return text
         if self.found:
             return ""
         before = len(self._held)
         self._held += text
-        ends = [stop.find(text) for stop in self._stop]
+        ends = [stop.pass_over(text) if is_early else stop.find(text) for stop in self._stop]
         end = min((end for end in ends if end >= 0), default=-1)
         if end >= 0:
             found = (string for at, string in zip(ends, self._strings, strict=True) if at == end)
@@ -185,9 +193,9 @@ class Detokenizer:
     """Decodes one sequence's output; never raises, for any ids. One instance for each sequence.
 
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the first word of a text
-    does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, are
-    searched in the text that becomes certain after the first `min_tokens` ids. `kept` are texts of special tokens that
-    are not left out. With `includes_stop` the text ends with the stop string, not before it.
+    does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, count
+    where they end in text that becomes certain after the first `min_tokens` ids. `kept` are texts of special tokens
+    that are not left out. With `includes_stop` the text ends with the stop string, not before it.
     """
 
     _CONTEXT = 6  # Ids of the prompt, of which one has text, that decide how the output's first id is written.
@@ -231,10 +239,8 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that can be passed on after this id."""
         piece = self._special(token_id) if self._decoder.skips(token_id) else self._new_text(token_id)
-        if self._early > 0:
-            self._early -= 1
-            return piece
-        return self._finder.push(piece)
+        self._early -= 1
+        return self._finder.push(piece, is_early=self._early >= 0)
 
     def flush(self) -> str:
         """The rest of the text, when no more ids follow: an unfinished character is written as U+FFFD."""

@@ -11,7 +11,7 @@ from headrace.models.hub import fetch
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sentence_files import SentenceFiles, read_sentence_files
 from headrace.models.sources import ModelSource, read_config
-from headrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
+from headrace.models.tokenizer_files import chat_templates, has_vocabulary
 from headrace.sampling import CONTEXT_LENGTHS, ContextLimits, SamplingParameters, defaults_of
 from headrace_transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
@@ -59,21 +59,26 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase |
             files = read_sentence_files(folder)
             return ModelText(row_tokenizer(source.name, files, pool), rows=files)
         return _read_generation(TextTokenizer(source.name, folder, pool), folder, folder)
-    except (ValueError, TypeError, AttributeError, OSError, HeadraceError) as error:  # Files may have any contents.
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OSError,
+        HeadraceError,
+    ) as error:  # Files may have any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
 
 
 def _read_adapter(source: ModelSource, folder: Path, base: AdapterBase, pool: ThreadPoolExecutor) -> ModelText:
-    has_tokenizer = has_vocabulary(folder)
-    has_template, has_defaults = ((folder / name).is_file() for name in (CHAT_TEMPLATE_FILE, GENERATION_FILE))
-    if base.text is not None and not (has_tokenizer or has_template or has_defaults):
+    has_tokenizer, templates = has_vocabulary(folder), chat_templates(folder)
+    has_defaults = (folder / GENERATION_FILE).is_file()
+    if base.text is not None and not (has_tokenizer or templates or has_defaults):
         return base.text  # A tokenizer takes tens of megabytes.
     base_folder = fetch(base.source, FILES)
     tokenizer = TextTokenizer(source.name, folder if has_tokenizer else base_folder, pool)
-    if not has_tokenizer and has_template:
-        tokenizer.set_chat_template((folder / CHAT_TEMPLATE_FILE).read_text())
-    elif not tokenizer.has_chat_template and (base_folder / CHAT_TEMPLATE_FILE).is_file():
-        tokenizer.set_chat_template((base_folder / CHAT_TEMPLATE_FILE).read_text())
+    if not (has_tokenizer and templates):
+        tokenizer.set_chat_templates(templates or chat_templates(base_folder))
     return _read_generation(tokenizer, base_folder, folder if has_defaults else base_folder)
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, StartupError, TooLargeError
 from headrace.models.sentence_files import SentenceFiles
 from headrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer, tokenizer_errors
@@ -177,9 +176,9 @@ class TextTokenizer:
         if size > self.most_bytes(max_tokens):
             raise ContextLengthError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
 
-    def set_chat_template(self, template: str) -> None:
+    def set_chat_templates(self, templates: Mapping[str, str]) -> None:
         """Replaces the chat templates of the tokenizer's own files."""
-        self._templates = {"default": template}
+        self._templates = dict(templates)
 
     @property
     def chat_template(self) -> str | Mapping[str, str] | None:
@@ -194,7 +193,7 @@ class TextTokenizer:
         """Whether the chat template mentions a variable."""
         return any(variable in template for template in self._templates.values())
 
-    async def render(self, chat: Chat, max_tokens: int, bodies: BodyProcesses, deadline: Deadline) -> str:
+    async def render(self, chat: Chat, max_tokens: int, bodies: BodyProcesses) -> str:
         """The prompt that the model's chat template makes of a chat; raises InvalidRequestError.
 
         What cannot fit `max_tokens` tokens is refused unread. Where the template refuses the messages, it gets the
@@ -202,7 +201,7 @@ class TextTokenizer:
         agents send further ones later.
         """
         try:
-            return await self._in_turn(chat, max_tokens, bodies, deadline)
+            return await self._in_turn(chat, max_tokens, bodies)
         except ContextLengthError:
             raise
         except InvalidRequestError:
@@ -211,30 +210,29 @@ class TextTokenizer:
             if list(chat.messages[1:]) == others or not system:
                 raise
             merged = chat._replace(messages=[("system", system), *others])
-            return await self._in_turn(merged, max_tokens, bodies, deadline)
+            return await self._in_turn(merged, max_tokens, bodies)
 
-    async def _in_turn(self, chat: Chat, max_tokens: int, bodies: BodyProcesses, deadline: Deadline) -> str:
+    async def _in_turn(self, chat: Chat, max_tokens: int, bodies: BodyProcesses) -> str:
         """A template that was slow once no longer delays those of other models; the first rendering finds out."""
         arguments = self._template_arguments(chat, max_tokens)
         conversation = orjson.dumps([chat.messages, chat.tools])
         if self._has_slow_template is None:
-            async with deadline.scope(), self._first_rendering:
+            async with self._first_rendering:
                 if self._has_slow_template is None:
-                    return await self._rendered(conversation, arguments, bodies, deadline)
-        return await self._rendered(conversation, arguments, bodies, deadline)
+                    return await self._rendered(conversation, arguments, bodies)
+        return await self._rendered(conversation, arguments, bodies)
 
     async def try_template(self, bodies: BodyProcesses) -> None:
         """Renders a message: one that is always slow is known before a chat of another model waits for it."""
         if self.has_chat_template and self._has_slow_template is None:
             with suppress(Exception):  # Whatever it is, a chat shows it, and completions work without.
-                await self.render(Chat([("user", "a")]), _TRIED_TOKENS, bodies, Deadline.after(_TRIED_S))
+                async with asyncio.timeout(_TRIED_S):
+                    await self.render(Chat([("user", "a")]), _TRIED_TOKENS, bodies)
 
-    async def _rendered(
-        self, conversation: bytes, arguments: tuple[Any, ...], bodies: BodyProcesses, deadline: Deadline
-    ) -> str:
+    async def _rendered(self, conversation: bytes, arguments: tuple[Any, ...], bodies: BodyProcesses) -> str:
         lane = SLOW_TEMPLATES if self._has_slow_template else TEMPLATES
         try:
-            is_slow, text = await bodies.run(render, arguments, conversation, deadline, lane=lane)
+            is_slow, text = await bodies.run(render, arguments, conversation, lane=lane)
         except TooLargeError:
             self._has_slow_template = True
             raise InvalidRequestError(

@@ -31,7 +31,7 @@ from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, ProcessedModel, TextModel
 from headrace_transformer.predictors.discovery.replicas import READY, Replicas
 from headrace_transformer.predictors.engines.pools import EnginePool
-from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
+from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.oip.oip_call import predictor_answers
 from headrace_transformer.routing.router import Router
 
@@ -122,9 +122,7 @@ class InferenceServicer(OpenInferenceBase):
             return metadata_of(request.name, model.versions, text_tensors.describe(model))
         if isinstance(model, ProcessedModel):
             return metadata_of(request.name, model.versions, processed.describe(model))
-        with probe_errors():
-            inner_request = pb.ModelMetadataRequest(name=model.name, version=request.version)
-            answer = await self.predictor.inference.ModelMetadata(inner_request, timeout=PROBE_TIMEOUT_S)
+        answer = await self.replicas.metadata(pb.ModelMetadataRequest(name=model.name, version=request.version))
         if model.name != request.name:
             answer.name = request.name
         return answer
@@ -140,9 +138,7 @@ class InferenceServicer(OpenInferenceBase):
         if isinstance(model, TextModel):
             return pb.ModelConfigResponse(config=config_of(request.name, text_tensors.describe(model)))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
-        with probe_errors():
-            inner_request = pb.ModelConfigRequest(name=name, version=request.version)
-            answer = await self.predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
+        answer = await self.replicas.config(pb.ModelConfigRequest(name=name, version=request.version))
         if isinstance(model, ProcessedModel):
             described = processed.describe(model, answer.config.model_transaction_policy.decoupled)
             return pb.ModelConfigResponse(config=config_of(request.name, described))

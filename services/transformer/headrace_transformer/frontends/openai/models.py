@@ -117,7 +117,8 @@ class FrontEnd:
         if chat.tools and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
         check_text("".join(part for message in chat.messages for part in message))
-        text = await tokenizer.render(chat, MAX_TEXT_BYTES, self.bodies, call.deadline)
+        async with call.deadline.scope():
+            text = await tokenizer.render(chat, MAX_TEXT_BYTES, self.bodies)
         check_text(text)
         return text
 

@@ -106,17 +106,33 @@ class Replicas:
 
     async def describe(self, name: str) -> PredictorModel:
         """The description by a replica that has the model; it is the same at all of them."""
-        serving = await self._serving()
-        tables = ((address, self._tables.get(address, {})) for address in serving)
-        having = (address for address, table in tables if name in table and table[name].state == READY)
-        stub = serving[next(having, next(iter(serving)))]
-        with probe_errors():
-            metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=PROBE_TIMEOUT_S)
+        metadata = await self.metadata(pb.ModelMetadataRequest(name=name))
+        try:
+            return described(metadata, (await self.config(pb.ModelConfigRequest(name=name))).config)
+        except NotImplementedMethodError:
+            return described(metadata, None)
+
+    async def metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
+        """The answer of a replica that has the model."""
+        return await self._ask_having(request.name, lambda stub: stub.ModelMetadata(request, timeout=PROBE_TIMEOUT_S))
+
+    async def config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
+        """The same for its configuration; raises NotImplementedMethodError where the predictor has none."""
+        return await self._ask_having(request.name, lambda stub: stub.ModelConfig(request, timeout=PROBE_TIMEOUT_S))
+
+    async def _ask_having(self, name: str, ask: Callable[[Stub], Awaitable[T]]) -> T:
+        """The answer of a replica that has the model, of any that answers if none is known to."""
+        stubs = self._stubs(await self._resolved()) if self._addresses else {"": self._predictor.inference}
+        known = {address: self._tables.get(address, {}).get(name) for address in stubs}
+        having = [address for address, found in known.items() if found is not None and found.state == READY]
+        error: HeadraceError = NotReadyError("no predictor answers", hop="predictor")
+        for address in having or stubs:
             try:
-                answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
-            except NotImplementedMethodError:
-                return described(metadata, None)
-        return described(metadata, answer.config)
+                with probe_errors():
+                    return await ask(stubs[address])
+            except (NotReadyError, HopBrokenError) as away:
+                error = away
+        raise error
 
     async def load(self, request: pb.RepositoryModelLoadRequest, deadline: Deadline) -> None:
         """Loads a model at each replica; the first error is raised once all have answered."""
@@ -164,7 +180,11 @@ class Replicas:
         channels = await self._resolved()
         serving = await _all_of(is_serving(channel, "") for channel in channels.values())
         chosen = [address for address, serves in zip(channels, serving, strict=True) if serves is True] or channels
-        return {address: inference_pb2_grpc.GRPCInferenceServiceStub(channels[address]) for address in chosen}
+        return self._stubs({address: channels[address] for address in chosen})
+
+    @staticmethod
+    def _stubs(channels: Mapping[str, grpc.aio.Channel]) -> dict[str, Stub]:
+        return {address: inference_pb2_grpc.GRPCInferenceServiceStub(channel) for address, channel in channels.items()}
 
     async def _resolved(self) -> dict[str, grpc.aio.Channel]:
         """A channel to each replica, by address; one whose address is gone is closed when its calls have ended."""
