@@ -303,6 +303,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("RWKV", "rwkv", ROW)
     yield _decoder("XLNet", "xlnet", _OTHERWISE, n_layer=2, d_model=64, n_head=4, d_inner=128)
     yield _decoder("Moshi, text", "moshi", PAGED)
+    yield _decoder("Moshi, text, with a window", "moshi", _OTHERWISE, sliding_window=12)
     yield _decoder("BERT as a decoder", "bert", PAGED, is_decoder=True)
     yield _vision("Llama 4", "llama4", PAGED, {**_LLAMA4, "floor_scale": 16})
     yield _vision("Llama 3.2 Vision", "mllama", PAGED, {"cross_attention_layers": [1]})

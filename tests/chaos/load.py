@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from types import TracebackType
@@ -24,6 +24,7 @@ from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.requests import DATE_MODEL, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, Request, Story
+from tests.system.calls import web_frames
 
 OK, BROKEN, HUNG = "OK", "broken", "hung"  # Beside these a status is gRPC's name or HTTP's number.
 SLOW_S = 0.05
@@ -103,7 +104,7 @@ class Client:
         """Makes the request and reads its answer as its caller would; `call` is filled in meanwhile."""
         call = call or Call(request, time.monotonic())
         try:
-            async with asyncio.timeout(request.timeout_s + _HUNG_S), aclosing(self._answer(request)) as pieces:
+            async with asyncio.timeout(request.timeout_s + _HUNG_S), aclosing(self.pieces(request)) as pieces:
                 async for piece in pieces:
                     call.pieces.append(piece)
                     if request.manner == "leaves" and len(call.pieces) >= request.pieces:
@@ -118,7 +119,8 @@ class Client:
         call.ended = time.monotonic()
         return call
 
-    async def _answer(self, request: Request) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
+        """The contents of the answer as they come; NotAnsweredError where the call fails. Closing it ends the call."""
         try:
             async with aclosing(_WAYS[request.way](self, request)) as pieces:
                 async for piece in pieces:
@@ -135,8 +137,21 @@ class Client:
     async def post(self, request: Request, path: str, body: Any) -> AsyncGenerator[str, None]:
         """Lines of the answer; NotAnsweredError unless the status is 200."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with (
+            self.posted(request, path, content, "application/json") as response,
+            aclosing(response.aiter_lines()) as lines,
+        ):
+            async for line in lines:
+                if line:
+                    yield line
+
+    @asynccontextmanager
+    async def posted(
+        self, request: Request, path: str, content: bytes, content_type: str
+    ) -> AsyncIterator[httpx2.Response]:
+        """The answer, unread; NotAnsweredError unless the status is 200."""
         headers = {
-            "content-type": "application/json",
+            "content-type": content_type,
             "x-request-id": request.name,
             "x-timeout-ms": str(int(request.timeout_s * 1000)),
         }
@@ -144,10 +159,7 @@ class Client:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise NotAnsweredError(str(response.status_code), response.headers.get("x-failed-hop"), text)
-            async with aclosing(response.aiter_lines()) as lines:
-                async for line in lines:
-                    if line:
-                        yield line
+            yield response
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,6 +247,32 @@ def _events(
     return way
 
 
+async def _grpc_web(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+    message = text_request(request.required_story, request.name).SerializeToString()
+    frame, body, count = b"\0" + len(message).to_bytes(4, "big") + message, b"", 0
+    path, content_type = "/headrace.v1.TextGeneration/Generate", "application/grpc-web+proto"
+    async with client.posted(request, path, frame, content_type) as response:
+        async for piece in response.aiter_raw():
+            body += piece
+            messages, _ = web_frames(body)
+            for whole in messages[count:]:
+                yield Piece(time.monotonic(), headrace_pb2.GenerateResponse.FromString(whole).text)
+            count = len(messages)
+
+
+def _pieces_by_rest(path: str, prompt: str, text: str) -> Callable[[Client, Request], AsyncGenerator[Piece, None]]:
+    """Lines or events whose texts are the field `text`; the request's is the field `prompt`."""
+
+    async def way(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
+        story = request.required_story
+        body = {prompt: story.prompt, **story.parameters} | ({"model": story.model} if "/v2/" not in path else {})
+        async with aclosing(client.post(request, path.format(model=story.model), body)) as lines:
+            async for line in lines:
+                yield Piece(time.monotonic(), json.loads(line.removeprefix("data: "))[text])
+
+    return way
+
+
 async def _model_infer(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
     message = pb.ModelInferRequest(model_name=TENSOR_MODEL, id=request.name)
     add_input(message, Tensor("x", "FP32", request.numbers))
@@ -292,6 +330,9 @@ _WAYS: Mapping[str, Callable[[Client, Request], AsyncGenerator[Piece, None]]] = 
     "ModelStreamInfer": _model_stream_infer,
     "completions": _events("/v1/completions", lambda choice: choice["text"]),
     "chat completions": _events("/v1/chat/completions", lambda choice: choice["delta"].get("content")),
+    "generate_stream": _pieces_by_rest("/v2/models/{model}/generate_stream", "text_input", "text_output"),
+    "headrace generate": _pieces_by_rest("/headrace/v1/generate", "prompt", "text"),
+    "gRPC-Web": _grpc_web,
     "ModelInfer": _model_infer,
     "embeddings": _embeddings,
     "refused": _refused,

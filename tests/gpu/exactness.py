@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.interface import Engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from tests.gpu.report import Report, part_options
 from tests.model.random_crowd import PROMPTS, random_engines, read_all, request
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 from tests.zoo import FAMILIES, VOCABULARY
 
@@ -63,7 +64,9 @@ def measure(device: str, report: Report, dtypes: Sequence[str] = tuple(_DTYPES))
 
 
 def _compare(model: Any, setting: str, report: Report, given: dict[str, Any], *, binds: bool) -> None:
-    def run(load: Callable[[Engine], Awaitable[Answers]], cache_tokens: int = _ROOM, **own: Any) -> Answers:
+    def run(
+        load: Callable[[ContinuousBatchingEngine], Awaitable[Answers]], cache_tokens: int = _ROOM, **own: Any
+    ) -> Answers:
         """The answers to a load by a new engine, which has nothing in its cache."""
         with random_engines() as make:
             engine = make(model, cache_tokens, **{"step_tokens": 2048, **_LIMITS, **given, **own})
@@ -88,24 +91,24 @@ def _request(i: int, begun: Sequence[int] = ()) -> Any:
     return request(str(i), _PROMPTS[i], _NEW_TOKENS, begun, **(_SEEDED | {"seed": i} if i % 2 else {}))
 
 
-async def _alone(engine: Engine) -> Answers:
-    return [await read_all(engine.submit(_request(i))) for i in range(len(_PROMPTS))]
+async def _alone(engine: ContinuousBatchingEngine) -> Answers:
+    return [await read_all(submit(engine, _request(i))) for i in range(len(_PROMPTS))]
 
 
-async def _crowd(engine: Engine) -> Answers:
+async def _crowd(engine: ContinuousBatchingEngine) -> Answers:
     """Every third stream has begun before the next one arrives."""
     readers = []
     for i in range(len(_PROMPTS)):
-        slot = engine.submit(_request(i))
+        slot = submit(engine, _request(i))
         readers.append(asyncio.create_task(read_all(slot)))
         if i % 3 == 0:
             await until(lambda slot=slot: slot.timeline.first_token is not None)
     return list(await asyncio.gather(*readers))
 
 
-async def _continued(engine: Engine, whole: Answers) -> Answers:
+async def _continued(engine: ContinuousBatchingEngine, whole: Answers) -> Answers:
     begun = [answer[: 1 + i % (_NEW_TOKENS - 1)] for i, answer in enumerate(whole)]
-    slots = [engine.submit(_request(i, start)) for i, start in enumerate(begun)]
+    slots = [submit(engine, _request(i, start)) for i, start in enumerate(begun)]
     return [start + await read_all(slot) for start, slot in zip(begun, slots, strict=True)]
 
 

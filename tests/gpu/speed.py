@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.interface import Engine, OutputSlot
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.models.weights import prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from tests.gpu.machine import bandwidth
 from tests.gpu.report import Report, part_options
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 
 COMPARED_STREAMS = 64
@@ -116,20 +118,22 @@ def _headrace(shape: str, device: str, report: Report) -> None:
         engine.close()
 
 
-async def _answers(engine: Engine, streams: int, new_tokens: int, prompt_tokens: int = _PROMPT_TOKENS) -> list[Pieces]:
+async def _answers(
+    engine: ContinuousBatchingEngine, streams: int, new_tokens: int, prompt_tokens: int = _PROMPT_TOKENS
+) -> list[Pieces]:
     sampling = SamplingParameters(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     prompts = _random_prompts(engine.limits.vocabulary_size, streams, prompt_tokens)
-    slots = [engine.submit(submission(str(i), prompt, sampling)) for i, prompt in enumerate(prompts)]
+    slots = [submit(engine, submission(str(i), prompt, sampling)) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*map(_read, slots)))
 
 
-async def _first_token_s(engine: Engine) -> float:
+async def _first_token_s(engine: ContinuousBatchingEngine) -> float:
     began = time.perf_counter()
     (answer,) = await _answers(engine, 1, 1, _LONG_PROMPT_TOKENS)
     return answer[0][0] - began
 
 
-async def _read(slot: OutputSlot) -> Pieces:
+async def _read(slot: MergingSlot) -> Pieces:
     pieces = []
     while True:
         chunk = await asyncio.wait_for(slot.read(), _TIMEOUT_S)

@@ -10,6 +10,11 @@ import pytest
 import pytest_asyncio
 
 from headrace_predictor.engine_process.engine_host import EngineHost
+from headrace_predictor.engine_process.host import light_imports
+
+# As hosts of engines import them, in half of the time; this module is imported before those of any test.
+with light_imports():
+    import tests.random_encoders  # noqa: F401
 from tests.model.fakes import engines
 from tests.support.compile_once import install
 from tests.support.forkserver import fork_engine_host
@@ -72,4 +77,4 @@ async def engine_host() -> AsyncIterator[SharedHost]:
 @pytest.fixture
 def slow_models(engine_host, monkeypatch):
     """A step takes 20 ms in engine processes that start now: 200 tokens outlast a test on every machine."""
-    monkeypatch.setattr(engine_host, "prepare", "tests.system.slow_predictor:prepare")
+    monkeypatch.setattr(engine_host, "prepare", "tests.system.faulty_predictor:prepare")

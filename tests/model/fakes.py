@@ -15,12 +15,14 @@ from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, Reques
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
-from headrace_predictor.engine.interface import Chunk, EngineDeadError, EngineLimits, OutputSlot
+from headrace_predictor.engine.interface import Chunk, EngineLimits
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.sampling.sampler import sample
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Row, SamplingRow
+from headrace_predictor.engine.state.slot import MergingSlot
+from tests.support.in_process_engine import submit
 from tests.support.requests import request
 
 __all__ = ["request"]
@@ -133,7 +135,7 @@ def engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
             engine.close()
 
 
-async def read_all(slot: OutputSlot) -> tuple[list[int], list[Chunk]]:
+async def read_all(slot: MergingSlot) -> tuple[list[int], list[Chunk]]:
     """Every id of a request, and the chunks they came in; fails if nothing arrives for long."""
     ids: list[int] = []
     chunks: list[Chunk] = []
@@ -159,10 +161,9 @@ CROWD = [(i, i + 1, i + 2, i + 3, i + 4) for i in range(3, 12)]
 
 
 async def dead(engine):
-    with pytest.raises(EngineDeadError):
-        await asyncio.wait_for(engine.died(), 30)
+    assert await asyncio.to_thread(engine.wait_for_death, 30)
     with pytest.raises(NotReadyError):
-        engine.submit(request("late"))
+        submit(engine, request("late"))
 
 
 async def outcome(slot):
@@ -174,7 +175,7 @@ async def outcome(slot):
 
 
 def submit_crowd(engine, **parameters):
-    return [engine.submit(request(str(i), prompt=prompt, **parameters)) for i, prompt in enumerate(CROWD)]
+    return [submit(engine, request(str(i), prompt=prompt, **parameters)) for i, prompt in enumerate(CROWD)]
 
 
 async def assert_crowd_is_unharmed(slots, **parameters):

@@ -9,10 +9,12 @@ from typing import Any
 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.interface import Engine, OutputSlot
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.settings import PredictorSettings
 from tests.random_models import greedy, random_model
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 from tests.zoo import VOCABULARY
 
@@ -31,7 +33,7 @@ def request(name: str, prompt: Sequence[int], length: int, output_ids: Sequence[
     return submission(name, list(prompt), SamplingParameters(**parameters), list(output_ids))
 
 
-async def read_all(slot: OutputSlot) -> list[int]:
+async def read_all(slot: MergingSlot) -> list[int]:
     ids: list[int] = []
     while True:
         chunk = await asyncio.wait_for(slot.read(), 60)
@@ -40,12 +42,12 @@ async def read_all(slot: OutputSlot) -> list[int]:
             return ids
 
 
-def submit_crowd(engine: Engine) -> list[OutputSlot]:
+def submit_crowd(engine: ContinuousBatchingEngine) -> list[MergingSlot]:
     requests = zip(PROMPTS, LENGTHS, strict=True)
-    return [engine.submit(request(str(i), prompt, length)) for i, (prompt, length) in enumerate(requests)]
+    return [submit(engine, request(str(i), prompt, length)) for i, (prompt, length) in enumerate(requests)]
 
 
-async def crowd(engine: Engine) -> list[list[int]]:
+async def crowd(engine: ContinuousBatchingEngine) -> list[list[int]]:
     return [await read_all(slot) for slot in submit_crowd(engine)]
 
 
@@ -72,11 +74,11 @@ def tight_settings(model: Any, cache_tokens: int, **given: Any) -> PredictorSett
 
 
 @contextmanager
-def random_engines() -> Iterator[Callable[..., Engine]]:
+def random_engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
     """Makes engines of copies of models, with memory for so many tokens, and closes them at the end."""
     engines = []
 
-    def make(model: Any, cache_tokens: int = 4000, **given: Any) -> Engine:
+    def make(model: Any, cache_tokens: int = 4000, **given: Any) -> ContinuousBatchingEngine:
         engines.append(build_engine("test", copy.deepcopy(model), tight_settings(model, cache_tokens, **given)))
         return engines[-1]
 

@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 
+from headrace.models.generation_config import GenerationRules
 from headrace.models.sources import ModelSource
 from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.integer_linear import Quantisation
@@ -26,9 +27,10 @@ from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, r
 from tests.model.random_crowd import PROMPTS, random_engines, read_all, request
 from tests.model.test_streamed import CACHES
 from tests.random_adapters import merge, save_random_adapter
-from tests.random_models import PAGED, random_model, save_random_model
+from tests.random_models import PAGED, greedy, random_model, save_random_model
 from tests.support import plain_kernels
 from tests.support.chat_prompts import chat_prompt
+from tests.support.in_process_engine import submit
 from tests.zoo import VOCABULARY
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -155,13 +157,32 @@ async def test_an_answer_ends_at_the_end_token_of_its_own_adapter(tmp_path):
             engine.adapters.load(number, tmp_path)
             submissions[number].adapter = number
             if number == 1:
-                whole = await read_all(engine.submit(submissions[1]))
+                whole = await read_all(submit(engine, submissions[1]))
                 (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[3], 10**6]}))
         submissions[3].adapter = 1
-        ended, again = [await read_all(engine.submit(submissions[number])) for number in (2, 3)]
+        ended, again = [await read_all(submit(engine, submissions[number])) for number in (2, 3)]
     assert len(whole) == 12
     assert ended == whole[: whole.index(whole[3]) + 1]
     assert again == whole
+
+
+async def test_the_rules_of_an_answer_are_those_of_its_own_adapter_else_the_base_s(tmp_path):
+    model = random_model("llama")
+    merged = merge(copy.deepcopy(model), save_random_adapter(tmp_path, model, "base"))
+    free = greedy(merged, PROMPTS[5], 12)
+    merged.generation_config.suppress_tokens = free[:2]
+    limited = greedy(merged, PROMPTS[5], 12)
+    assert free != limited
+    with random_engines() as make:
+        engine = make(model)
+        base_rules = GenerationRules(suppress_tokens=free[:2])
+        for number, stated in enumerate([{}, {"suppress_tokens": free[:2]}, {"suppress_tokens": [3]}], 1):
+            (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+            engine.adapters.load(number, tmp_path, base_rules)
+        for number, wanted in enumerate([limited, limited, free], 1):
+            submission = request(str(number), PROMPTS[5], 12)
+            submission.adapter = number
+            assert await read_all(submit(engine, submission)) == wanted
 
 
 def test_recorded_passes_serve_the_steps_without_adapters_only(tmp_path):
@@ -236,10 +257,11 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, message):
         ("base_model.model.model.embed_tokens.lora_embedding_A", (4, 64), r"embed_tokens.lora_embedding_A is not that"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64), "only one of two weights"),
         ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", (4, 64), "it changes model.layers.7"),
+        ("base_model.model.model.layers.0.feed_forward.router.lora_A.weight", (4, 64), "router, which is not a linear"),
     ],
 )
 def test_weights_that_do_not_fit_the_base_are_refused(tmp_path, key, shape, message):
-    model = random_model("llama")
+    model = random_model("llama4" if "router" in key else "llama")
     save_random_adapter(tmp_path, model, "base", targets="v_proj")
     save_file({key: torch.zeros(shape)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
@@ -283,3 +305,13 @@ def test_the_text_side_is_the_bases_except_for_what_the_adapters_folder_has(tmp_
             shutil.copy(tmp_path / "base" / name, adapter / name)
         own = read_text(source, pool, AdapterBase(base_source, base))
         assert chat_prompt(own.tokenizer, hello, 99) == chat_prompt(base.tokenizer, hello, 99)
+        # Templates within a configuration: of the base, then of the adapter.
+        (tmp_path / "base" / "chat_template.jinja").unlink()
+        for folder, prompt in ((tmp_path / "base", "base's: Hello"), (adapter, "mine: Hello")):
+            template = prompt.replace("Hello", "{{ messages[0]['content'] }}")
+            config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+            for _ in range(2):  # Then without a tokenizer of its own.
+                own = read_text(source, pool, AdapterBase(base_source))
+                assert chat_prompt(own.tokenizer, hello, 99) == prompt
+                (adapter / "tokenizer.json").unlink(missing_ok=True)

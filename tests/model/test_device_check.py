@@ -69,6 +69,7 @@ def test_exactness_is_compared_and_holds_in_fp32(tmp_path):
     assert broken({"exactness": report.contents}) == []
 
 
+@pytest.mark.full  # It imports everything once more; the check itself is above.
 def test_the_wheels_have_all_that_services_and_check_load():
     """Imports all of it where no other distribution can be imported."""
     allowed = {*lacking("3.12"), *closure(GIVEN), "headrace", "pip", "triton"}

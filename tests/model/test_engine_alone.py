@@ -14,6 +14,7 @@ from tests.model.fakes import (
     request,
     submit_crowd,
 )
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 
 LONG = range(3, 43)
@@ -34,15 +35,15 @@ def names_of(steps):
 async def test_an_engine_accepts_one_isolated_request_at_a_time(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
-    first = engine.submit(request("first", alone=True))
+    first = submit(engine, request("first", alone=True))
     with pytest.raises(NotReadyError, match="another request runs in isolation here") as raised:
-        engine.submit(request("second", alone=True))
+        submit(engine, request("second", alone=True))
     assert raised.value.retry_after_ms == 100
     # Requests that are not isolated are accepted.
-    other = engine.submit(request())
+    other = submit(engine, request())
     gate.open(1)
     await first.read()
-    second = engine.submit(request("second", alone=True))
+    second = submit(engine, request("second", alone=True))
     gate.open(1000)
     for slot in (other, second):
         assert (await read_all(slot))[0] == expected((5, 6))
@@ -52,8 +53,8 @@ async def test_an_engine_accepts_one_isolated_request_at_a_time(engine_of):
 async def test_a_refused_isolated_request_does_not_keep_the_place(engine_of):
     engine = engine_of(FakeRunner(blocks=4))
     with pytest.raises(InvalidRequestError):
-        engine.submit(request("too long", prompt=LONG, alone=True))
-    assert (await read_all(engine.submit(request(max_tokens=2, alone=True))))[0] == expected((5, 6), 2)
+        submit(engine, request("too long", prompt=LONG, alone=True))
+    assert (await read_all(submit(engine, request(max_tokens=2, alone=True))))[0] == expected((5, 6), 2)
 
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
@@ -71,7 +72,7 @@ async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_no
     await assert_crowd_is_unharmed(slots)
     assert not any("alone" in names for names in names_of(runner.steps))
     assert engine.load.blocks_in_use == 0
-    assert (await read_all(engine.submit(request("next", alone=True))))[0] == expected((5, 6))
+    assert (await read_all(submit(engine, request("next", alone=True))))[0] == expected((5, 6))
 
 
 async def test_an_isolated_request_that_fails_harms_no_other_and_gives_its_place_back(engine_of):
@@ -81,9 +82,9 @@ async def test_an_isolated_request_that_fails_harms_no_other_and_gives_its_place
 
     engine = engine_of(FakeRunner(before), max_running=16, max_waiting=32, step_tokens=16)
     slots = submit_crowd(engine)
-    assert await outcome(engine.submit(request("alone", prompt=LONG, alone=True))) is RequestFailedError
+    assert await outcome(submit(engine, request("alone", prompt=LONG, alone=True))) is RequestFailedError
     await assert_crowd_is_unharmed(slots)
-    assert (await read_all(engine.submit(request("next", alone=True))))[0] == expected((5, 6))
+    assert (await read_all(submit(engine, request("next", alone=True))))[0] == expected((5, 6))
 
 
 async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engine_of, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from headrace.errors import DeadlineError, OverloadedError
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 
 
@@ -11,9 +12,9 @@ async def test_a_late_first_token_ends_waiting_requests_and_running_prompts(engi
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=2, step_tokens=16)
-    prompt = engine.submit(request("prompt", prompt=range(40), first_token_timeout_s=1.5))
-    other = engine.submit(request("other"))
-    waiting = engine.submit(request("waiting", first_token_timeout_s=1.5))
+    prompt = submit(engine, request("prompt", prompt=range(40), first_token_timeout_s=1.5))
+    other = submit(engine, request("other"))
+    waiting = submit(engine, request("waiting", first_token_timeout_s=1.5))
     await until(lambda: runner.steps)
     clock[0] += 1.6
     gate.open(1000)
@@ -30,8 +31,8 @@ async def test_the_first_tokens_deadline_does_not_apply_after_it(engine_of, cloc
     # Submitted together, so that one step serves both.
     with engine._changed:
         slots = [
-            engine.submit(request(first_token_timeout_s=1.0)),
-            engine.submit(request("moved", prompt=(7,), output_ids=expected((7,), 3), first_token_timeout_s=1.0)),
+            submit(engine, request(first_token_timeout_s=1.0)),
+            submit(engine, request("moved", prompt=(7,), output_ids=expected((7,), 3), first_token_timeout_s=1.0)),
         ]
     gate.open(2)
     for slot in slots:
@@ -46,7 +47,7 @@ async def test_a_resumed_requests_earlier_tokens_do_not_count_as_the_first_token
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner)
-    slot = engine.submit(request("moved", prompt=range(80), output_ids=[3], first_token_timeout_s=1.0))
+    slot = submit(engine, request("moved", prompt=range(80), output_ids=[3], first_token_timeout_s=1.0))
     await until(lambda: runner.steps)
     clock[0] += 2
     gate.open(1000)
@@ -68,7 +69,7 @@ class Timed:
         self.engine = engine_of(self.runner, max_running=1, max_waiting=100)
 
     def submit(self, **given):
-        return self.engine.submit(request(max_tokens=1, **given))
+        return submit(self.engine, request(max_tokens=1, **given))
 
     async def busy(self, waiting):
         """Ten requests end one after the other, then one runs and `waiting` wait; returns these."""

@@ -28,6 +28,7 @@ from tests.model.random_crowd import (
 )
 from tests.random_models import LIMITED, PAGED, greedy, initialised_model, random_model
 from tests.support.full import FULL, usually
+from tests.support.in_process_engine import submit
 from tests.zoo import FAMILIES, VOCABULARY
 
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
@@ -47,6 +48,16 @@ async def test_the_portable_attention_gives_the_same(architecture, engine_of, mo
     monkeypatch.setattr(kernel, "takes", lambda query: False)
     model, expected = model_and_crowd(architecture)
     assert await crowd(engine_of(model, cache_tokens=400)) == expected
+
+
+@needs_bfloat16_processor
+async def test_answers_of_batched_attention_in_bfloat16_are_those_alone(engine_of):
+    family = next(family for family in FAMILIES if family.name == "Falcon RW")
+    engine = engine_of(family.model().to(torch.bfloat16), dtype="bf16")
+    assert engine.description["runner"] == family.outcome
+    alone = [await read_all(submit(engine, request(str(i), prompt, 33))) for i, prompt in enumerate(PROMPTS)]
+    together = [submit(engine, request(str(i), prompt, 33)) for i, prompt in enumerate(PROMPTS)]
+    assert [await read_all(slot) for slot in together] == alone
 
 
 async def test_several_threads_give_the_same(engine_of):
@@ -76,19 +87,19 @@ async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architectu
         return request(f"r{i}", PROMPTS[i % 12], 12, **{**sampling, "seed": i, **given})
 
     alone_engine, engine = engine_of(model, max_running=1), engine_of(model, 9000, max_running=count, max_waiting=99)
-    alone = [await read_all(alone_engine.submit(sampled(i))) for i in range(count)]
+    alone = [await read_all(submit(alone_engine, sampled(i))) for i in range(count)]
     assert len({tuple(ids) for ids in alone}) == count
-    slots = [engine.submit(sampled(i)) for i in range(count)]
+    slots = [submit(engine, sampled(i)) for i in range(count)]
     assert [await read_all(slot) for slot in slots] == alone
-    slots = [engine.submit(sampled(i, output_ids=alone[i][: 1 + i % 11])) for i in range(count)]
+    slots = [submit(engine, sampled(i, output_ids=alone[i][: 1 + i % 11])) for i in range(count)]
     assert [alone[i][: 1 + i % 11] + await read_all(slot) for i, slot in enumerate(slots)] == alone
 
 
 async def test_a_continuation_from_every_prefix_gives_the_same(engine_of):
     engine = engine_of(random_model("opt"))
-    whole = await read_all(engine.submit(request("whole", PROMPTS[7], 12, temperature=1.0)))
+    whole = await read_all(submit(engine, request("whole", PROMPTS[7], 12, temperature=1.0)))
     for cut in range(1, 12):
-        rest = await read_all(engine.submit(request("rest", PROMPTS[7], 12, whole[:cut], temperature=1.0)))
+        rest = await read_all(submit(engine, request("rest", PROMPTS[7], 12, whole[:cut], temperature=1.0)))
         assert whole[:cut] + rest == whole
 
 
@@ -119,10 +130,10 @@ async def test_cached_prefixes_and_continuations_across_a_limit_give_the_same(ar
         answer = greedy(model, prompt, 12)
         turn = [*prompt, *answer, *PROMPTS[3]]
         expected = [answer, answer, greedy(model, turn, 9)]
-        slots = [engine.submit(request(f"{length}", ids, n)) for ids, n in ((prompt, 12), (prompt, 12), (turn, 9))]
+        slots = [submit(engine, request(f"{length}", ids, n)) for ids, n in ((prompt, 12), (prompt, 12), (turn, 9))]
         assert [await read_all(slot) for slot in slots] == expected
         for cut in (1, 5, 11):
-            rest = await read_all(engine.submit(request("rest", prompt, 12, answer[:cut])))
+            rest = await read_all(submit(engine, request("rest", prompt, 12, answer[:cut])))
             assert answer[:cut] + rest == answer
 
 

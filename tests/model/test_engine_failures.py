@@ -21,6 +21,7 @@ from tests.model.fakes import (
     request,
     submit_crowd,
 )
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 
 
@@ -38,7 +39,7 @@ def poison(error, name="bad", outputs=3):
 @pytest.mark.parametrize("error", [IndexError("index out of range in self"), RuntimeError("poison"), StopIteration()])
 async def test_a_request_that_raises_in_a_crowd_fails_alone(engine_of, error, outputs):
     engine = engine_of(FakeRunner(poison(error, outputs=outputs), blocks=60), max_running=5, max_waiting=32)
-    bad = engine.submit(request("bad", prompt=range(9)))
+    bad = submit(engine, request("bad", prompt=range(9)))
     slots = submit_crowd(engine)
     assert await outcome(bad) is RequestFailedError
     await assert_crowd_is_unharmed(slots)
@@ -50,8 +51,8 @@ async def test_the_blocks_of_a_failed_request_are_not_reused(engine_of):
     runner = FakeRunner(poison(RuntimeError("poison")), blocks=60)
     engine = engine_of(runner)
     prompt = range(3, 15)
-    assert await outcome(engine.submit(request("bad", prompt=prompt))) is RequestFailedError
-    ids, chunks = await read_all(engine.submit(request("next", prompt=prompt)))
+    assert await outcome(submit(engine, request("bad", prompt=prompt))) is RequestFailedError
+    ids, chunks = await read_all(submit(engine, request("next", prompt=prompt)))
     assert ids == expected(prompt)
     assert chunks[-1].usage.cached_tokens == 0
 
@@ -84,11 +85,11 @@ async def test_nan_logits_fail_only_their_request(engine_of, outputs, parameters
     runner = NotANumber(outputs, blocks=60)
     engine = engine_of(runner, max_running=5, max_waiting=32)
     prompt = range(20, 31)
-    bad = engine.submit(request("bad", prompt=prompt, **parameters))
+    bad = submit(engine, request("bad", prompt=prompt, **parameters))
     slots = submit_crowd(engine, **parameters)
     assert await outcome(bad) is RequestFailedError
     await assert_crowd_is_unharmed(slots, **parameters)
-    ids, chunks = await read_all(engine.submit(request("next", prompt=prompt, **parameters)))
+    ids, chunks = await read_all(submit(engine, request("next", prompt=prompt, **parameters)))
     assert ids == expected(prompt, **parameters)
     assert chunks[-1].usage.cached_tokens == 0
     assert sorted(runner.cleared) == sorted(runner.blocks) != []
@@ -122,7 +123,7 @@ async def test_a_device_error_while_blocks_are_cleared_leaves_no_reader_waiting(
 
     gate = Gate()
     engine = engine_of(Device(3, before=gate))
-    slots = [engine.submit(request(name, prompt=(5, 6, 7))) for name in ("first", "bad", "last")]
+    slots = [submit(engine, request(name, prompt=(5, 6, 7))) for name in ("first", "bad", "last")]
     readers = [asyncio.create_task(outcome(slot)) for slot in slots]
     gate.open(9)
     # All of them wait for the step in which the engine dies; the first one gets a token before that.
@@ -155,8 +156,8 @@ class Failing(FakeRunner):
         return logits
 
     def probe(self):
-        # The outcomes that readers have by now.
-        self.probed_with.append([slot._error for slot in self.slots])
+        # Whether requests have ended by now.
+        self.probed_with.append([slot.timeline.ended for slot in self.slots])
         if self._probe_fails:
             raise RuntimeError("the model is broken")
 
@@ -168,16 +169,16 @@ HOW = pytest.mark.parametrize("how", ["raises", "memory", "numbers"])
 async def test_if_all_requests_fail_the_model_is_probed_before_they_end(engine_of, how):
     runner = Failing(how)
     engine = engine_of(runner)
-    runner.slots = [engine.submit(request("bad"))]
+    runner.slots = [submit(engine, request("bad"))]
     assert await outcome(runner.slots[0]) is RequestFailedError
     assert runner.probed_with == [[None]]
-    assert (await read_all(engine.submit(request("next"))))[0] == expected((5, 6))
+    assert (await read_all(submit(engine, request("next"))))[0] == expected((5, 6))
 
 
 @HOW
 async def test_if_the_probe_fails_the_engine_is_dead_and_no_request_is_to_blame(engine_of, how):
     engine = engine_of(Failing(how, probe_fails=True), max_running=1)
-    slots = [engine.submit(request(name)) for name in ("bad", "waiting")]
+    slots = [submit(engine, request(name)) for name in ("bad", "waiting")]
     assert [await outcome(slot) for slot in slots] == [HopBrokenError, NotReadyError]
     await dead(engine)
 
@@ -189,7 +190,7 @@ async def test_if_other_requests_succeed_no_probe_is_needed(engine_of, how):
     # The others are submitted before the bad one.
     with engine._changed:
         slots = submit_crowd(engine)
-        bad = engine.submit(request("bad"))
+        bad = submit(engine, request("bad"))
     assert await outcome(bad) is RequestFailedError
     await assert_crowd_is_unharmed(slots)
     assert len(slots) == len(CROWD)

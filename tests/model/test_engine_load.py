@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from headrace_predictor.engine.interface import EngineStatistics, Timeline
+from headrace_predictor.engine.interface import Timeline
 from tests.model.fakes import (
     CROWD,
     FakeRunner,
     Gate,
     assert_crowd_is_unharmed,
-    expected,
     read_all,
     request,
     submit_crowd,
 )
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 
 
@@ -24,7 +24,7 @@ async def test_the_times_of_a_timeline_are_in_order(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate), max_running=1)
     before = time.monotonic()
-    first, second = engine.submit(request("first", max_tokens=3)), engine.submit(request("second", max_tokens=2))
+    first, second = submit(engine, request("first", max_tokens=3)), submit(engine, request("second", max_tokens=2))
     assert second.timeline == Timeline(second.timeline.submitted)
     gate.open(1)
     await first.read()
@@ -47,7 +47,9 @@ async def test_the_time_of_a_step_is_divided_by_the_tokens_that_it_computes(engi
     gate = Gate()
     engine = engine_of(FakeRunner(gate), max_running=2)
     with engine._changed:
-        long, short, waiting = (engine.submit(request(str(n), prompt=range(5, 5 + n), max_tokens=1)) for n in (9, 3, 2))
+        long, short, waiting = (
+            submit(engine, request(str(n), prompt=range(5, 5 + n), max_tokens=1)) for n in (9, 3, 2)
+        )
     gate.open(2)
     await read_all(long)
     await read_all(short)
@@ -58,44 +60,6 @@ async def test_the_time_of_a_step_is_divided_by_the_tokens_that_it_computes(engi
     await until(lambda: engine.statistics.steps == 2)
     spent_s = sum(slot.timeline.engine_s for slot in (long, short, waiting))
     assert 0 < spent_s <= engine.statistics.step_ns / 1e9
-
-
-async def test_preemption_times_are_reported_with_the_end_at_the_latest(engine_of):
-    engine = engine_of(FakeRunner(blocks=1 + 20), max_running=4, max_waiting=32)
-    prompts = [[number] * 17 for number in range(40, 48)]
-    slots = [engine.submit(request(str(i), prompt=prompt, max_tokens=30)) for i, prompt in enumerate(prompts)]
-    for prompt, slot in zip(prompts, slots, strict=True):
-        assert (await read_all(slot))[0] == expected(prompt, 30)
-    times = [slot.timeline for slot in slots]
-    assert sum(timeline.preemptions for timeline in times) == engine.statistics.preempted > 0
-    for timeline in times:
-        assert len(timeline.preempted) == timeline.preemptions
-        assert list(timeline.preempted) == sorted(timeline.preempted)
-        assert all(timeline.started <= at <= timeline.ended for at in timeline.preempted)
-
-
-async def test_the_load_counts_running_and_waiting_requests(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner, max_running=2)
-    idle = engine.load
-    assert (idle.running, idle.waiting, idle.batch, idle.blocks_in_use, idle.oldest_age_s) == (0, 0, 0, 0, 0)
-    assert engine.statistics == EngineStatistics()
-    with engine._changed:
-        slots = [engine.submit(request(str(i), prompt=(5, 6, i), max_tokens=4)) for i in range(5)]
-    await until(lambda: runner.steps)
-    # Read during a step, without waiting for its end.
-    load = engine.load
-    assert (load.running, load.waiting, load.batch) == (2, 3, 2)
-    assert load.blocks_in_use > 0
-    assert 0 < load.oldest_age_s <= time.monotonic() - slots[0].timeline.submitted
-    gate.open(1000)
-    for i, slot in enumerate(slots):
-        assert (await read_all(slot))[0] == expected((5, 6, i), 4)
-    await until(lambda: engine.load.batch == 0)
-    rest = engine.load
-    assert (rest.running, rest.waiting, rest.blocks_in_use, rest.oldest_age_s) == (0, 0, 0, 0)
-    assert (engine.statistics.tokens, engine.statistics.prompt_tokens) == (20, 15)
 
 
 async def test_the_load_can_be_read_from_any_thread_at_any_time(engine_of):

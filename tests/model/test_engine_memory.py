@@ -5,6 +5,7 @@ import torch
 
 from headrace.errors import RequestFailedError
 from tests.model.fakes import FakeRunner, assert_crowd_is_unharmed, expected, outcome, read_all, request, submit_crowd
+from tests.support.in_process_engine import submit
 
 
 class Scarce(FakeRunner):
@@ -34,7 +35,7 @@ async def test_if_memory_is_short_steps_shrink_and_all_requests_are_served(engin
     runner = Scarce(error, tokens=20)
     engine = engine_of(runner, max_running=4, max_waiting=32, step_tokens=64)
     prompts = [[i] * 40 for i in range(3, 8)]
-    slots = [engine.submit(request(str(i), prompt=prompt)) for i, prompt in enumerate(prompts)]
+    slots = [submit(engine, request(str(i), prompt=prompt)) for i, prompt in enumerate(prompts)]
     for prompt, slot in zip(prompts, slots, strict=True):
         assert (await read_all(slot))[0] == expected(prompt)
     assert engine.statistics.failed == 0
@@ -55,12 +56,12 @@ async def test_if_memory_is_shorter_fewer_requests_run_at_once_and_all_are_serve
 async def test_a_request_that_does_not_fit_memory_alone_fails_and_the_next_are_served(engine_of, error):
     runner = Scarce(error, rows=0)
     engine = engine_of(runner, max_running=4, max_waiting=32, step_tokens=64)
-    assert await outcome(engine.submit(request("too large", prompt=[3] * 40))) is RequestFailedError
+    assert await outcome(submit(engine, request("too large", prompt=[3] * 40))) is RequestFailedError
     assert engine.load.blocks_in_use == 0
     runner.rows = 10_000
     await assert_crowd_is_unharmed(submit_crowd(engine))
     # Steps are as large again as before.
-    await read_all(engine.submit(request("large", prompt=[3] * 60)))
+    await read_all(submit(engine, request("large", prompt=[3] * 60)))
     assert runner.calls["large"] == 60 + 11
     assert any(("large", 0, 60) in step for step in runner.steps)
 
@@ -78,7 +79,7 @@ async def test_a_shortage_of_memory_while_a_failed_step_is_repeated_fails_no_oth
             raise MemoryError
 
     engine = engine_of(FakeRunner(before))
-    good, bad, last = (engine.submit(request(name)) for name in ("good", "bad", "last"))
+    good, bad, last = (submit(engine, request(name)) for name in ("good", "bad", "last"))
     assert await outcome(bad) is RequestFailedError
     assert await outcome(good) == expected((5, 6))
     assert await outcome(last) == expected((5, 6))

@@ -30,6 +30,7 @@ from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_models import save_random_model
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 from tests.waiting import until
 
@@ -95,7 +96,7 @@ async def test_answers_equal_those_of_an_engine_in_this_process(engine_of, in_pr
 
 async def check_equal(engine, in_process, fields):
     ids, chunks = await read_all(engine.submit(request(**fields)))
-    expected_ids, expected = await read_all(in_process.submit(request(**fields)))
+    expected_ids, expected = await read_all(submit(in_process, request(**fields)))
     assert ids == expected_ids
     assert chunks[-1].finish_reason == expected[-1].finish_reason
     assert vars(chunks[-1].usage) | {"cached_tokens": 0} == vars(expected[-1].usage) | {"cached_tokens": 0}
@@ -203,24 +204,38 @@ async def test_the_log_has_the_reason_why_a_host_failed(monkeypatch, caplog):
     assert "the engine host failed: TimeoutError" in caplog.text
 
 
+# Prints where kernels are kept, and why nowhere once others may write there, which Numba executes, or it is a link.
+KERNELS = """
+import sys
+from pathlib import Path
+from headrace_predictor.engine.cpu import compiled
+print(compiled.config.CACHE_DIR)
+own = Path(sys.argv[1])
+def again():
+    compiled.config.CACHE_DIR = ""
+    try:
+        print(compiled._folder())
+    except OSError as error:
+        print(error)
+own.chmod(0o777)
+again()
+own.rename(own.with_name("others"))
+own.symlink_to(own.with_name("others"))
+own.chmod(0o700)
+again()
+"""
+
+
 def test_kernels_are_kept_in_tmpdir_where_the_home_cannot_be_written(tmp_path):
-    program = "from headrace_predictor.engine.cpu import compiled; print(compiled.config.CACHE_DIR)"
     # Not even root can write there.
     environment = os.environ | {"HOME": "/proc", "NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
-
-    def run():
-        return subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100
-        )
-
     own = tmp_path / f"headrace-kernels-{os.getuid()}"
-    assert (done := run()).stdout.startswith(f"{own}/"), done.stderr
-    own.chmod(0o777)  # Numba executes what is there.
-    assert "can be kept neither" in run().stderr
-    own.rename(tmp_path / "others")
-    own.symlink_to(tmp_path / "others")
-    own.chmod(0o700)
-    assert "can be kept neither" in run().stderr
+    command = [sys.executable, "-c", KERNELS, str(own)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    first, shared, linked = done.stdout.splitlines()
+    assert first.startswith(f"{own}/")
+    assert "can be kept neither" in shared
+    assert "can be kept neither" in linked
 
 
 async def test_the_host_uses_one_thread(engine_of, engine_host):

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.fakes import FakeRunner, Gate, dead, expected, outcome, read_all, request, submit_crowd
+from tests.support.in_process_engine import submit
 from tests.waiting import until
 
 
@@ -32,7 +33,7 @@ def hanging():
 async def test_a_step_that_hangs_ends_the_engine(engine_of, hanging, caplog, capfd):
     # The fixture that closes the engine is torn down before the step is released: close may not hang either.
     engine = engine_of(hanging, max_running=2, step_timeout_s=1)
-    slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
+    slots = [submit(engine, request(name)) for name in ("stuck", "beside", "waiting")]
     with caplog.at_level(logging.CRITICAL):
         outcomes = [await outcome(slot) for slot in slots]
     assert outcomes == [HopBrokenError, HopBrokenError, NotReadyError]
@@ -48,7 +49,7 @@ async def test_a_step_that_hangs_ends_the_engine_even_without_standard_error(eng
 
     monkeypatch.setattr("faulthandler.dump_traceback", closed)
     engine = engine_of(hanging, step_timeout_s=1)
-    assert await outcome(engine.submit(request("stuck"))) is HopBrokenError
+    assert await outcome(submit(engine, request("stuck"))) is HopBrokenError
     await dead(engine)
 
 
@@ -75,27 +76,27 @@ async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeyp
 async def test_close_ends_requests_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
     monkeypatch.setattr("headrace_predictor.engine.engine._STOP_TIMEOUT_S", 0.1)
     engine = engine_of(hanging, max_running=2)
-    slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
+    slots = [submit(engine, request(name)) for name in ("stuck", "beside", "waiting")]
     await until(hanging.hangs.is_set)
     await asyncio.to_thread(engine.close)
     for slot in slots:
         assert await outcome(slot) is NotReadyError
     with pytest.raises(NotReadyError):
-        engine.submit(request("late"))
+        submit(engine, request("late"))
 
 
 async def test_a_request_that_is_submitted_while_the_engine_closes_ends(engine_of):
     engine = engine_of(FakeRunner(), max_running=4, max_waiting=10_000)
-    slots, refused = [], threading.Event()
+    slots, refused, loop = [], threading.Event(), asyncio.get_running_loop()
 
-    def submit():
+    def keep_submitting():
         while not refused.wait(0.0005):
             try:
-                slots.append(engine.submit(request("x", max_tokens=2)))
+                slots.append(submit(engine, request("x", max_tokens=2), loop))
             except NotReadyError:
                 refused.set()
 
-    threads = [threading.Thread(target=submit) for _ in range(3)]
+    threads = [threading.Thread(target=keep_submitting) for _ in range(3)]
     for thread in threads:
         thread.start()
     await until(lambda: len(slots) > 20)
@@ -106,28 +107,11 @@ async def test_a_request_that_is_submitted_while_the_engine_closes_ends(engine_o
         assert await outcome(slot) in (NotReadyError, expected((5, 6), 2))
 
 
-async def test_cancel_frees_all_blocks_and_late_tokens_are_counted(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner)
-    slot = engine.submit(request(max_tokens=1000))
-    gate.open(3)
-    await until(lambda: engine.statistics.tokens == 3)
-    # The fourth step waits at the gate: its token arrives after the cancel.
-    await until(lambda: len(runner.steps) == 4)
-    slot.cancel()
-    gate.open(100)
-    await until(lambda: engine.statistics.cancelled == 1)
-    assert engine.statistics.tokens_after_cancel == 1
-    assert engine.load.blocks_in_use == 0
-    assert len(runner.steps) == 4
-
-
 async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, step_tokens=16)
-    slot = engine.submit(request(prompt=range(60)))
+    slot = submit(engine, request(prompt=range(60)))
     gate.open(1)
     await until(lambda: len(runner.steps) == 2)
     slot.cancel()
@@ -138,33 +122,10 @@ async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     assert len(runner.steps) == 2
 
 
-async def test_a_reader_whose_loop_has_closed_does_not_affect_others(engine_of):
-    gate = Gate()
-    engine = engine_of(FakeRunner(gate))
-    slot = engine.submit(request("gone"))
-
-    def read_and_leave():
-        """Closes the loop without ending the reader, as a hasty exit does."""
-        loop = asyncio.new_event_loop()
-        reading = loop.create_task(slot.read())
-        reading._log_destroy_pending = False
-        loop.call_soon(loop.stop)
-        loop.run_forever()
-        loop.close()
-        return reading
-
-    reading = await asyncio.to_thread(read_and_leave)
-    assert slot._wake is not None
-    gate.open(1000)
-    assert await outcome(engine.submit(request("here"))) == expected((5, 6))
-    await until(lambda: engine.statistics.succeeded == 2)
-    assert not reading.done()
-
-
 async def test_a_reader_that_is_cancelled_loses_nothing(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
-    slot = engine.submit(request(chunk_tokens=4))
+    slot = submit(engine, request(chunk_tokens=4))
     reading = asyncio.create_task(slot.read())
     gate.open(2)
     await until(lambda: engine.statistics.tokens == 2)
@@ -177,7 +138,7 @@ async def test_a_reader_that_is_cancelled_loses_nothing(engine_of):
 
 async def test_an_ended_slot_keeps_its_end(engine_of):
     engine = engine_of(FakeRunner())
-    slot = engine.submit(request())
+    slot = submit(engine, request())
     ids, _ = await read_all(slot)
     slot.cancel()
     slot.fail(NotReadyError("too late"))
@@ -188,7 +149,7 @@ async def test_an_ended_slot_keeps_its_end(engine_of):
 async def test_tokens_before_an_error_are_still_read(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
-    slot = engine.submit(request(max_tokens=100))
+    slot = submit(engine, request(max_tokens=100))
     gate.open(3)
     await until(lambda: engine.statistics.tokens == 3)
     slot.fail(NotReadyError("the engine stopped"))
@@ -219,7 +180,7 @@ async def test_a_stream_without_progress_ends_the_engine(engine_of, slow_runner,
 
     engine._scheduler.schedule = passing_by
     with caplog.at_level(logging.CRITICAL):
-        slots = [engine.submit(request(name, max_tokens=900)) for name in ("stuck", "beside")]
+        slots = [submit(engine, request(name, max_tokens=900)) for name in ("stuck", "beside")]
         # A request that took no part in any step is not to blame.
         assert [await outcome(slot) for slot in slots] == [NotReadyError, HopBrokenError]
         await dead(engine)
@@ -229,6 +190,6 @@ async def test_a_stream_without_progress_ends_the_engine(engine_of, slow_runner,
 async def test_a_prompt_that_waits_for_older_ones_is_not_stuck(engine_of, slow_runner):
     engine = engine_of(slow_runner, step_tokens=16, step_timeout_s=10)
     with engine._changed:
-        slots = [engine.submit(request(str(i), prompt=[i] * 900, max_tokens=2)) for i in range(PROMPTS)]
+        slots = [submit(engine, request(str(i), prompt=[i] * 900, max_tokens=2)) for i in range(PROMPTS)]
     for slot in slots:
         assert isinstance(await outcome(slot), list)

@@ -12,11 +12,12 @@ import torch
 import transformers as hf
 
 from headrace.models.generation_config import eos_ids_of, read_generation
-from headrace.models.tokenizer_files import own_eos_id
+from headrace.models.tokenizer_files import own_end_ids
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.settings import PredictorSettings
 from tests.random_models import random_model
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 
 TOKENIZER = Path(__file__).parents[2] / "models/storyteller/tokenizer.json"
@@ -75,7 +76,7 @@ async def answer(loaded, prompt, **given):
     limits = loaded.engine.limits
     sampling = loaded.defaults.changed({"temperature": 0, **given})
     sampling = sampling.resolved(limits.room(len(prompt)), limits.default_tokens(len(prompt)))
-    slot, ids = loaded.engine.submit(submission("r", list(prompt), sampling)), []
+    slot, ids = submit(loaded.engine, submission("r", list(prompt), sampling)), []
     while (chunk := await slot.read()).finish_reason is None:
         ids += chunk.output_ids
     return ids + chunk.output_ids
@@ -181,6 +182,13 @@ def test_what_is_not_honoured_is_logged_and_shown(saved, caplog):
         ({"eos_token_id": [5, 6]}, {"temperature": 0.5}, {}, {5, 6}),
         ({"eos_token_id": None, "text_config": {"eos_token_id": 9}}, {}, {}, {9}),
         ({}, {"eos_token_id": 7}, {"eos_token": "<|user|>"}, {7, 4}),
+        # gpt-oss ends an answer with a call, too.
+        (
+            {},
+            {"eos_token_id": 7},
+            {"eos_token": "<|user|>", "extra_special_tokens": ["<|call|>"]},
+            {7, 4, 1536},
+        ),
         # tokenizer.json has the token with another id.
         ({}, {}, {"eos_token": "<|user|>", "added_tokens_decoder": {"11": {"content": "<|user|>"}}}, {4}),
     ],
@@ -191,4 +199,4 @@ def test_the_end_tokens_are_those_of_the_generation_config_and_the_tokenizers_ow
     shutil.copy(TOKENIZER, tmp_path)
     for name, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
-    assert eos_ids_of(read_generation(tmp_path), tmp_path, own_eos_id(tmp_path)) == expected
+    assert eos_ids_of(read_generation(tmp_path), tmp_path, own_end_ids(tmp_path)) == expected

@@ -23,6 +23,7 @@ from headrace_predictor.settings import PredictorSettings
 from tests.gguf_files import QUANTISED, write_gguf
 from tests.model.random_crowd import PROMPTS, read_all, request
 from tests.model.test_streamed import last_logits
+from tests.support.in_process_engine import submit
 
 _SIZES = {
     "hidden_size": 256,
@@ -193,8 +194,8 @@ async def test_mixed_blocks_are_computed_as_they_are_and_equally_in_any_batch(ty
         assert (found - expected).norm() <= _ERROR * expected.norm()
         for ends in ([7, 8, 9, 33, 59, 60], [5, 60]):
             assert torch.equal(last_of(generation, ends=ends)[-1], found)
-        alone = [await read_all(generation.engine.submit(request(str(i), p, 12))) for i, p in enumerate(PROMPTS)]
-        together = [generation.engine.submit(request(f"again {i}", p, 12)) for i, p in enumerate(PROMPTS)]
+        alone = [await read_all(submit(generation.engine, request(str(i), p, 12))) for i, p in enumerate(PROMPTS)]
+        together = [submit(generation.engine, request(f"again {i}", p, 12)) for i, p in enumerate(PROMPTS)]
         assert [await read_all(one) for one in together] == alone
     finally:
         generation.engine.close()
@@ -214,7 +215,7 @@ async def test_a_file_and_weights_that_are_quantised_by_its_rule_give_the_same(t
         answers = []
         for generation in (of_file, of_folder):
             assert generation.engine.description["weights"] == "q8_0"
-            answers.append([await read_all(generation.engine.submit(request(str(p), p, 24))) for p in PROMPTS])
+            answers.append([await read_all(submit(generation.engine, request(str(p), p, 24))) for p in PROMPTS])
             answers[-1].append(last_of(generation)[0].tolist())
         assert answers[0] == answers[1]
     finally:
@@ -245,6 +246,7 @@ def test_a_model_in_parts_is_read_by_any_of_them(tmp_path):
 
 def test_packed_weights_of_a_file_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace_predictor.engine.runners.streamed._LEAST_KEPT_BYTES", 0)
+    monkeypatch.setattr("headrace_predictor.engine.cpu.packed_file._has_huge_pages", lambda memory: True)
     model, _ = random_model("qwen3")
     write_gguf(tmp_path / "model.gguf", model, "Q4_0")
     logits = []
@@ -297,6 +299,21 @@ def test_scalings_are_those_of_the_file(stated, expected, tmp_path):
     assert config["rope_parameters"] == config["rope_parameters"] | expected
 
 
+@pytest.mark.parametrize(("stated", "expected"), [({}, 1.0), ({"rope__scaling__attn_factor": 1.25}, 1.25)])
+def test_attention_of_longrope_has_the_factor_of_the_file_only(stated, expected, tmp_path, monkeypatch):
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def write_more(writer, *arguments):
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.linspace(1, 9, 32, dtype=np.float32))
+        write(writer, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", write_more)
+    write_gguf(tmp_path / "model.gguf", random_model("phi3")[0], rope__scaling__original_context_length=128, **stated)
+    config = json.loads((gguf_folder(tmp_path / "model.gguf") / "config.json").read_text())
+    assert config["rope_parameters"]["attention_factor"] == expected
+
+
 def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):
     model, _ = random_model("llama")
     model.config.rope_parameters["partial_rotary_factor"] = 0.5
@@ -312,6 +329,7 @@ def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):
         ("llama", {"attention__causal": False}, "embeddings"),
         ("granite", {"rope__scaling__finetuned": False}, "without positions"),
         ("llama", {"rope__scaling__attn_factor": 0.7}, "two rules"),
+        ("gemma2", {"rope__freq_base_swa": 1000.0}, "rotates otherwise within windows"),
     ],
 )
 def test_what_no_class_computes_is_refused(name, stated, reason, tmp_path):

@@ -20,6 +20,7 @@ from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_eng
 from tests.random_models import random_model
 from tests.support import plain_kernels
 from tests.support.full import FULL, usually
+from tests.support.in_process_engine import submit
 from tests.zoo import VOCABULARY
 
 
@@ -146,7 +147,7 @@ async def test_sampled_tokens_are_those_of_plain_steps(engine_of, on_gpu, monkey
 
     async def answers(engine):
         slots = [
-            engine.submit(request(f"r{i}", PROMPTS[i % 12], 25, seed=i, min_tokens=0, **kinds[i % 4 if i < 8 else 1]))
+            submit(engine, request(f"r{i}", PROMPTS[i % 12], 25, seed=i, min_tokens=0, **kinds[i % 4 if i < 8 else 1]))
             for i in range(12)
         ]
         return [await read_all(slot) for slot in slots]
@@ -185,7 +186,7 @@ class Scenario:
         slots = []
         for i, (delay_s, prompt, length, sampling, _) in enumerate(self.requests):
             await asyncio.sleep(delay_s)
-            slots.append(engine.submit(request(f"r{i}", prompt, length, **sampling)))
+            slots.append(submit(engine, request(f"r{i}", prompt, length, **sampling)))
         answers = []
         for slot, (*_, cancelled_after) in zip(slots, self.requests, strict=True):
             if cancelled_after is None:
@@ -218,7 +219,7 @@ async def test_overlapping_steps_have_the_tokens_of_plain_ones(engine_of, on_gpu
 async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, on_gpu):
     model = random_model("llama")
     engine = engine_of(model)
-    alone = [await read_all(engine.submit(request(f"a{i}", PROMPTS[i], 30, min_tokens=0))) for i in range(3)]
+    alone = [await read_all(submit(engine, request(f"a{i}", PROMPTS[i], 30, min_tokens=0))) for i in range(3)]
     runner = engine._runner
     choose, run, culprit = runner.choose, runner.run, "r1"
 
@@ -231,7 +232,7 @@ async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, 
         return call
 
     runner.choose, runner.run = failing(choose), failing(run)
-    slots = [engine.submit(request(f"r{i}", PROMPTS[i], 30, min_tokens=0)) for i in range(3)]
+    slots = [submit(engine, request(f"r{i}", PROMPTS[i], 30, min_tokens=0)) for i in range(3)]
     with pytest.raises(Exception, match="the model failed on this request"):
         await read_all(slots[1])
     assert [await read_all(slots[i]) for i in (0, 2)] == [alone[0], alone[2]]
@@ -253,7 +254,7 @@ async def test_tokens_are_sent_before_the_wait_for_the_next_ones(engine_of, on_g
     monkeypatch.setattr(Publisher, "publish", noted_publish)
     engine = engine_of(random_model("llama"))
     engine._flush = lambda: events.append("flush")
-    await read_all(engine.submit(request("r", PROMPTS[3], 20, min_tokens=0)))
+    await read_all(submit(engine, request("r", PROMPTS[3], 20, min_tokens=0)))
     assert events.count("read") > 15
     for i, event in enumerate(events):
         if event == "read" and "publish" in events[:i]:

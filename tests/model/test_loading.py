@@ -22,6 +22,7 @@ from headrace_predictor.repository.loading import build, fetch_model
 from headrace_predictor.settings import PredictorSettings
 from tests.hub import GATED, serve_hub
 from tests.random_models import random_model
+from tests.zoo import FAMILIES
 
 MODELS = Path(__file__).parents[2] / "models"
 STORYTELLER = MODELS / "storyteller"
@@ -114,6 +115,19 @@ def test_a_bias_that_the_class_would_leave_out_is_refused_unless_it_is_zero(tmp_
     refused = pytest.raises(StartupError, match=f"has {name}, without which") if value else nullcontext()
     with refused:
         load_weights("x", tmp_path, AutoModelForCausalLM, "fp32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("holder", ["whole", "text"])
+def test_a_head_is_tied_where_the_configuration_of_a_model_of_images_or_of_its_decoder_says_so(tmp_path, holder):
+    family = next(family for family in FAMILIES if family.name == "Qwen 3.5")
+    family.initialised().save_pretrained(tmp_path)
+    config, state = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"], state["lm_head.weight"]
+    (config if holder == "whole" else config["text_config"])["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_weights("x", tmp_path, loading._auto_class("x", tmp_path), "fp32", torch.device("cpu"))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 async def test_a_folder_without_a_model_is_refused(tmp_path, engine_host):

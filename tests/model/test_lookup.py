@@ -11,6 +11,7 @@ from headrace_predictor.engine.lookup import PromptLookup, Proposals
 from tests.model.bfloat16 import needs_bfloat16_processor
 from tests.model.random_crowd import PROMPTS, random_engines
 from tests.random_models import random_model
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 from tests.zoo import VOCABULARY
 
@@ -91,20 +92,20 @@ def oracle(monkeypatch):
 async def test_answers_are_the_same_with_proposals(architecture, dtype, kind, engine_of, oracle):
     model = random_model(architecture).to(dtype)
     plain = engine_of(model, prompt_lookup=False)
-    expected = [await _answer(plain.submit(_request(i, prompt, **_KINDS[kind]))) for i, prompt in enumerate(PROMPTS)]
+    expected = [await _answer(submit(plain, _request(i, prompt, **_KINDS[kind]))) for i, prompt in enumerate(PROMPTS)]
     oracle += [[*prompt, *answer[0]] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     engine = engine_of(model)
     for i, prompt in enumerate(PROMPTS):
-        assert await _answer(engine.submit(_request(i, prompt, **_KINDS[kind]))) == expected[i]
+        assert await _answer(submit(engine, _request(i, prompt, **_KINDS[kind]))) == expected[i]
     assert 0 < engine.statistics.accepted_tokens < engine.statistics.proposed_tokens
     # In a crowd, with preemptions, and with a cache that has to be right where proposals were wrong.
     for crowded in (engine, engine_of(model, cache_tokens=400)):
-        slots = [crowded.submit(_request(i, prompt, **_KINDS[kind])) for i, prompt in enumerate(PROMPTS)]
+        slots = [submit(crowded, _request(i, prompt, **_KINDS[kind])) for i, prompt in enumerate(PROMPTS)]
         assert [await _answer(slot) for slot in slots] == expected
         assert crowded.statistics.accepted_tokens
     for i, prompt in enumerate(PROMPTS):
         output_ids = expected[i][0][:-3]
-        rest = await _answer(engine.submit(_request(i, prompt, output_ids, **_KINDS[kind])))
+        rest = await _answer(submit(engine, _request(i, prompt, output_ids, **_KINDS[kind])))
         assert output_ids + rest[0] == expected[i][0]
 
 
@@ -112,10 +113,10 @@ async def test_a_next_turn_finds_only_what_is_right_in_the_cache(engine_of, orac
     model = random_model("llama")
     plain, engine = engine_of(model, prompt_lookup=False), engine_of(model)
     for i, prompt in enumerate(PROMPTS[-3:]):
-        before = await _answer(plain.submit(_request(i, prompt, temperature=0)))
+        before = await _answer(submit(plain, _request(i, prompt, temperature=0)))
         oracle.append([*prompt, *before[0]])
-        assert await _answer(engine.submit(_request(i, prompt, temperature=0))) == before
+        assert await _answer(submit(engine, _request(i, prompt, temperature=0))) == before
         turn = [*prompt, *before[0], *PROMPTS[0]]
-        assert await _answer(engine.submit(_request(i, turn, length=9))) == await _answer(
-            plain.submit(_request(i, turn, length=9))
+        assert await _answer(submit(engine, _request(i, turn, length=9))) == await _answer(
+            submit(plain, _request(i, turn, length=9))
         )

@@ -5,18 +5,20 @@ import errno
 import fcntl
 import gc
 import logging
+import mmap
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import StartupFault
-from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.packed_file import PackedFile, _has_huge_pages
 from headrace_predictor.engine.runners import streamed
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -50,17 +52,23 @@ async def files(folder, count=1):
     return sorted(folder.glob("*.weights"))
 
 
+@pytest.mark.parametrize("has_huge_pages", [False, True])
 @pytest.mark.parametrize(("architecture", "format_"), [("llama", "bf16"), ("qwen2", "int8"), ("qwen3", "int4")])
-async def test_a_later_engine_maps_what_the_first_one_packed(architecture, format_, tmp_path):
+async def test_a_later_engine_reads_what_the_first_one_packed(
+    architecture, format_, has_huge_pages, tmp_path, monkeypatch
+):
+    """From the file's own memory, or from a copy where the file system has no huge pages."""
+    monkeypatch.setattr("headrace_predictor.engine.cpu.packed_file._has_huge_pages", lambda memory: has_huge_pages)
     model = random_model(architecture)
     own = logits(copy.deepcopy(model), format_, None)
     first, second = (packed_file(model, format_, tmp_path / "m", MOST) for _ in range(2))
-    assert (first.is_packed, first.is_mapped, second.is_mapped) == (False, True, False)
+    assert not first.is_packed
+    assert not second.is_packed
     assert torch.equal(logits(copy.deepcopy(model), format_, first), own)
     (path,) = await files(tmp_path)
     assert torch.equal(logits(copy.deepcopy(model), format_, second), own)  # Packed at the same time.
     later = packed_file(model, format_, tmp_path / "m", MOST)
-    assert later.is_packed
+    assert (later.is_packed, later.is_mapped) == (True, has_huge_pages)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -72,12 +80,13 @@ async def test_a_later_engine_maps_what_the_first_one_packed(architecture, forma
 
 def test_a_killed_process_leaves_nothing(tmp_path):
     program = f"""
+import os
 from pathlib import Path
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 file = PackedFile(Path({str(tmp_path)!r}, "m.weights"), 2 << 20, 1 << 30)
-assert file.is_mapped
 file.take(1 << 20)[:] = 1
-print("written", flush=True)
+os.fsync = lambda file: (print("written", flush=True), input())
+file.keep()
 input()
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -197,7 +206,7 @@ async def test_changed_weights_have_a_file_of_their_own_and_the_models_are_not_m
 @pytest.mark.parametrize(
     ("format_", "sizes"), [*((format_, (144, 208, 3)) for format_ in ERRORS), ("int4", (1040, 16, 5))]
 )
-def test_any_sizes_fit_the_file(format_, sizes, tmp_path):
+async def test_any_sizes_fit_the_file(format_, sizes, tmp_path):
     hidden, inner, heads = sizes
     model = random_model("llama")
     config = model.config
@@ -208,4 +217,24 @@ def test_any_sizes_fit_the_file(format_, sizes, tmp_path):
     file = packed_file(model, format_, tmp_path / "m", MOST)
     with torch.inference_mode():
         logits(model, format_, file)
-    assert file.is_mapped
+    await files(tmp_path)
+
+
+def test_whether_a_file_lies_in_huge_pages_is_what_the_kernel_says(tmp_path):
+    (path := tmp_path / "m").write_bytes(bytes(16 << 20))
+    found = []
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE):
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)
+        memory.madvise(advice)
+        array = np.frombuffer(memory, np.uint8)
+        array.sum()
+        found.append(_has_huge_pages(array))
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        entry = next(line for line in lines if line.endswith(str(path)))
+        assert entry.startswith(f"{array.ctypes.data:x}-")
+        said = next(int(line.split()[1]) for line in lines if line.startswith("FilePmdMapped:"))
+        assert found[-1] is (said > 12 << 10)
+        del array
+        memory.close()
+    assert found[1] is False

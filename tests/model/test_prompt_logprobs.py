@@ -12,11 +12,11 @@ from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
 from tests.random_models import random_model
 from tests.support.full import usually
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 from tests.support.scripted_predictor import ANSWER, breaks
 from tests.zoo import VOCABULARY
@@ -85,13 +85,13 @@ async def test_the_storyteller_scores_as_transformers_does(engine_of, most_score
     prompts = [[924, 410, 263, 453, 402, 263, 933, 19], [i % 1000 + 3 for i in range(0, 900, 3)], [5]]
     expected = [transformers_logprobs(model, prompt) for prompt in prompts]
     engine = engine_of(model, step_tokens=256, max_context=512)
-    slots = [engine.submit(scoring(str(i), prompt)) for i, prompt in enumerate(prompts)]
+    slots = [submit(engine, scoring(str(i), prompt)) for i, prompt in enumerate(prompts)]
     for slot, prompt, logprobs in zip(slots, prompts, expected, strict=True):
         check_exact(await prompt_of(slot), prompt, logprobs, 3)
     assert max(most_scored) == MOST_A_STEP
     # Each position once, though all of the prompt is in the cache by now.
     assert sum(most_scored) == sum(len(prompt) - 1 for prompt in prompts)
-    check_exact(await prompt_of(engine.submit(scoring("again", prompts[1], 0))), prompts[1], expected[1], 0)
+    check_exact(await prompt_of(submit(engine, scoring("again", prompts[1], 0))), prompts[1], expected[1], 0)
 
 
 @pytest.mark.parametrize("architecture", usually(("gemma3", "bloom"), ["llama", "opt", "gpt2", "gemma3", "bloom"]))
@@ -101,7 +101,7 @@ async def test_other_requests_get_the_same_answers_as_alone(architecture, engine
     # Chunks of all kinds, and so few blocks that sequences are preempted.
     engine = engine_of(model, cache_tokens=320, step_tokens=24, max_running=14, max_context=200)
     slots = submit_crowd(engine)
-    scored = [engine.submit(scoring(f"s{i}", LONG, top)) for i, top in enumerate((0, 5))]
+    scored = [submit(engine, scoring(f"s{i}", LONG, top)) for i, top in enumerate((0, 5))]
     assert [await read_all(slot) for slot in slots] == expected
     for slot, top in zip(scored, (0, 5), strict=True):
         check_exact(await prompt_of(slot), LONG, logprobs, top)
@@ -115,7 +115,7 @@ async def test_the_cached_blocks_of_a_scored_prompt_serve_others(engine_of):
     model, expected = model_and_crowd("llama")
     engine = engine_of(model)
     check_exact(
-        await prompt_of(engine.submit(scoring("s", PROMPTS[-1]))),
+        await prompt_of(submit(engine, scoring("s", PROMPTS[-1]))),
         PROMPTS[-1],
         transformers_logprobs(model, PROMPTS[-1]),
         3,
@@ -145,12 +145,6 @@ async def test_scores_are_requested_again_only_after_a_death_before_the_first_to
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == ANSWER[: SAMPLING.max_tokens]
     assert chunks[0].prompt.top.shape == (0, 2)
     assert all(chunk.prompt is None for chunk in chunks[1:])
-
-
-async def test_an_answer_without_the_requested_scores_breaks_the_protocol():
-    async with resuming() as running:
-        with pytest.raises(BrokenAnswerError, match="prompt_logprobs are not those asked for"):
-            await running.generate(prompt=(5, 6, 7), prompt_logprobs=2)
 
 
 def test_the_parts_of_a_prompt_are_joined_in_order():

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import StartupError
-from headrace_predictor.generation.loading import load_generation
-from headrace_predictor.models.weights import prepare_torch
+from headrace_predictor.generation.loading import _auto_class, load_generation
+from headrace_predictor.models.weights import load_weights, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from tests.model.test_gguf import _IDS, last_of, random_model
 from tests.random_models import ROOT, TOKENIZER_FILES
+from tests.zoo import FAMILIES
 
 _ERROR = 0.05
 _SIZE = 64  # Inputs of a group.
@@ -148,10 +149,23 @@ def test_logits_are_those_of_the_stated_numbers(name, method, tmp_path):
     assert (found - expected).norm() <= (_ERROR if streams else 1e-5) * expected.norm()
 
 
+def test_the_tower_of_a_quantised_model_of_images_is_left_out(tmp_path):
+    family = next(family for family in FAMILIES if family.name == "Llama 4")
+    family.model().save_pretrained(tmp_path)
+    state, path = load_file(tmp_path / "model.safetensors"), "language_model.model.layers.0.self_attn.q_proj"
+    parts, values = awq(state.pop(f"{path}.weight"))
+    parts = {f"{path}.{name}": part.contiguous() for name, part in parts.items()}
+    save_file(state | parts, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": METHODS["awq"][1]}))
+    model = load_weights("x", tmp_path, _auto_class("x", tmp_path), "fp32", torch.device("cpu"))
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, values)
+
+
 @pytest.mark.parametrize(
     ("method", "name", "tensor", "reason"),
     [
-        ("gptq", "q_proj.bias", torch.ones(256), "q_proj.bias, which Qwen3ForCausalLM lacks"),
+        ("gptq", "q_proj.bias", torch.ones(256), "q_proj.bias, without which Qwen3ForCausalLM would"),
         ("awq", "k_proj.R4_weight", torch.ones(4), "R4_weight, which is not known"),
         ("awq", "codes", torch.ones(4, dtype=torch.int8), "is of torch.int8, without a scale"),
         ("compressed-tensors, 8 bits", "q_proj.weight_g_idx", torch.zeros(256), "ordered by activations"),

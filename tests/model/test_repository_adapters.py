@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -98,8 +99,13 @@ async def test_an_adapter_is_loaded_again_with_new_files_and_unloaded_while_othe
     async with serve("base=llama") as repository:
         for seed in (3, 4):
             folders.write("changing", seed)
+            (folders.folder / "changing" / "generation_config.json").write_text(json.dumps({"max_new_tokens": seed}))
             await repository.load("changing")
             assert (await answer(repository, "changing"))[0] == folders.expected["changing"]
+            model = repository.get("changing").model
+            assert (
+                model.description.parameters["max_new_tokens"] == str(model.loaded.limits.max_new_tokens) == str(seed)
+            )
             assert (await answer(repository, "base"))[0] == folders.expected["base"]
         slot = submit(repository, "changing", tokens=40, pace=20)
         await slot.read()

@@ -31,6 +31,7 @@ from headrace_predictor.steps import session
 from headrace_predictor.steps.server import StepsServer
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from tests.random_models import save_random_model
+from tests.support.listening import listening
 from tests.support.steps_caller import SAMPLING, calling
 from tests.waiting import until
 
@@ -79,14 +80,12 @@ def predictor_of(engine_host, folder):
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
         steps = StepsServer(repository, stopping)
         steps_port = await steps.start("127.0.0.1", 0)
-        port = server.add_insecure_port("127.0.0.1:0")
         await repository.load_all()
-        await server.start()
         try:
-            yield Predictor(repository, f"127.0.0.1:{port}", steps_port, stopping, admission)
+            async with listening(server) as address:
+                yield Predictor(repository, address, steps_port, stopping, admission)
         finally:
             await steps.stop(0)
-            await server.stop(0)
             await repository.close()
 
     return start

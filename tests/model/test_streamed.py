@@ -25,6 +25,7 @@ from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_f
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
 from tests.random_models import random_model, save_portable_model
+from tests.support.in_process_engine import submit
 from tests.support.integer_reference import IntegerModel, hash_of_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -85,13 +86,13 @@ async def test_answers_are_the_same_alone_in_a_crowd_and_continued():
     with random_engines() as engine_of:
         engine = engine_of(model, weights=weights)
         alone = [
-            await read_all(engine.submit(request(str(i), prompt, length)))
+            await read_all(submit(engine, request(str(i), prompt, length)))
             for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
         ]
         assert await crowd(engine) == alone
         # With memory for a part of it, so that sequences are preempted.
         assert await crowd(engine_of(model, cache_tokens=400, weights=weights)) == alone
-        rest = await read_all(engine.submit(request("rest", PROMPTS[0], LENGTHS[0], alone[0][:11])))
+        rest = await read_all(submit(engine, request("rest", PROMPTS[0], LENGTHS[0], alone[0][:11])))
         assert alone[0][:11] + rest == alone[0]
 
 

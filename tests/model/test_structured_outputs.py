@@ -19,6 +19,7 @@ from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, engines
 from tests.support.forms import FORMS, follows
+from tests.support.in_process_engine import submit
 from tests.support.requests import submission
 
 MODELS = Path("models")
@@ -45,7 +46,7 @@ def request(form, output_ids=(), input_ids=PROMPT, **given):
 
 async def generate(engine, form, output_ids=(), **given):
     """The new ids of an answer and why it ended."""
-    slot = engine.submit(request(form, output_ids, **given))
+    slot = submit(engine, request(form, output_ids, **given))
     ids = []
     while True:
         chunk = await asyncio.wait_for(slot.read(), 60)
@@ -128,7 +129,7 @@ async def test_an_answer_ends_where_its_grammar_does(engine):
 
 
 async def test_log_probabilities_are_those_of_the_models_own_logits(engine):
-    slot = engine.submit(request({"choice": ["yes"]}, logprobs=True))
+    slot = submit(engine, request({"choice": ["yes"]}, logprobs=True))
     chunks = [await slot.read()]
     while chunks[-1].finish_reason is None:
         chunks.append(await slot.read())
@@ -187,11 +188,11 @@ async def test_an_encoder_decoder_model_follows_a_form():
         engine.close()
 
 
-def test_an_engine_without_grammars_refuses_them():
+async def test_an_engine_without_grammars_refuses_them():
     with engines() as make:
         engine = make(FakeRunner())
         with pytest.raises(InvalidRequestError, match="this engine supports no structured_outputs"):
-            engine.submit(request({"regex": "a"}))
+            submit(engine, request({"regex": "a"}))
 
 
 async def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path):

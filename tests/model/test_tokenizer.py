@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tokenizers import models
 
-from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from headrace.models.sentence_files import read_sentence_files
 from headrace_transformer.processes import body_processes
@@ -191,10 +190,10 @@ async def test_tools_and_calls_are_objects_to_the_template(moody, bodies):
     )
     for content in ("hello", "hello " * 3000):
         messages = [("user", content), ("assistant", "", CALL)]
-        text = await called.render(Chat(messages, tools='[{"f": "g"}]'), 100_000, bodies, NO_DEADLINE)
+        text = await called.render(Chat(messages, tools='[{"f": "g"}]'), 100_000, bodies)
         assert text == f"g 1{content}"
     with pytest.raises(ContextLengthError, match="more than fit a context"):
-        await called.render(Chat([("user", "hello")], tools=f'["{"x" * 1_000_000}"]'), 10, bodies, NO_DEADLINE)
+        await called.render(Chat([("user", "hello")], tools=f'["{"x" * 1_000_000}"]'), 10, bodies)
 
 
 def test_variables_too_large_for_the_context_are_refused_unread(moody):
@@ -243,15 +242,15 @@ async def test_conversations_of_any_size_are_rendered_outside_the_event_loop(loo
     small = [("user", "hello"), ("assistant", "hi 🦄")]
     large = small * 2000
     options = {"mood": "glad "}
-    text = await looping.render(Chat(large, options), 100_000, bodies, NO_DEADLINE)
+    text = await looping.render(Chat(large, options), 100_000, bodies)
     assert text == chat_prompt(looping, large, 100_000, options)
-    assert await looping.render(Chat(small), 1024, bodies, NO_DEADLINE) == chat_prompt(looping, small, 1024)
+    assert await looping.render(Chat(small), 1024, bodies) == chat_prompt(looping, small, 1024)
     with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
-        await moody_like(looping, "{{ 1 / 0 }}").render(Chat(large), 100_000, bodies, NO_DEADLINE)
+        await moody_like(looping, "{{ 1 / 0 }}").render(Chat(large), 100_000, bodies)
 
 
 def moody_like(tokenizer, template):
-    tokenizer.set_chat_template(template)
+    tokenizer.set_chat_templates({"default": template})
     return tokenizer
 
 
@@ -263,20 +262,20 @@ async def test_a_hostile_chat_template_delays_neither_the_event_loop_nor_other_m
     )
     async with loop_lag() as lag:
         with pytest.raises(InvalidRequestError, match=r"refuses the messages|takes too much time or memory"):
-            await hostile.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE)
+            await hostile.render(Chat([("user", "loop")]), 1024, bodies)
     assert lag.longest_s < 1
     moody_like(moody, "{{ messages[0].content }}")
-    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
-    assert await hostile.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "fine"
+    assert await moody.render(Chat(HELLO), 1024, bodies) == "hello"
+    assert await hostile.render(Chat(HELLO), 1024, bodies) == "fine"
 
 
 async def test_a_template_that_is_slow_with_any_message_delays_no_other(looping, moody, bodies):
     moody_like(moody, "{{ messages[0].content }}")
     moody_like(looping, LOOP)
     await looping.try_template(bodies)
-    slow = asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE))
+    slow = asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies))
     await asyncio.sleep(0)
-    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
+    assert await moody.render(Chat(HELLO), 1024, bodies) == "hello"
     assert not slow.done()
     with pytest.raises(InvalidRequestError, match="takes too much time or memory"):
         await slow
@@ -284,11 +283,9 @@ async def test_a_template_that_is_slow_with_any_message_delays_no_other(looping,
 
 async def test_many_chats_at_once_with_a_slow_template_delay_others_by_one(looping, moody, bodies):
     moody_like(moody, "{{ messages[0].content }}")
-    hostile = [
-        asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE)) for _ in range(8)
-    ]
+    hostile = [asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies)) for _ in range(8)]
     await asyncio.sleep(0)
-    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
+    assert await moody.render(Chat(HELLO), 1024, bodies) == "hello"
     assert sum(task.done() for task in hostile) <= 1
     for task in hostile:
         task.cancel()

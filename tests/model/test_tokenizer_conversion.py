@@ -6,18 +6,22 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import regex
 import sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import M2M100Tokenizer, MarianTokenizer
+from transformers import M2M100Tokenizer, MarianTokenizer, PLBartTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
+from headrace.models import tokenizer_files
 from headrace.models.tokenizer_files import read_tokenizer
 from tests.support.full import FULL
 
@@ -44,6 +48,43 @@ SENTENCEPIECE = {
     "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
     "bpe": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
 }
+
+
+FORKS = """
+import json, os, runpy, sys
+sys.modules["torch"] = None
+from transformers import AutoTokenizer, convert_slow_tokenizer, tokenization_utils_base
+for line in sys.stdin:
+    module, folder, *outputs = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv[1:] = [folder]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    break
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def conversions(tmp_path_factory):
+    """A conversion is a fork of a process that has imported transformers, which takes seconds."""
+    outputs = [tmp_path_factory.mktemp("conversions") / name for name in ("output", "errors")]
+    command = (sys.executable, "-c", FORKS)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(command, **_):
+            _, _, module, folder = command
+            print(json.dumps([module, folder, *map(str, outputs)]), file=process.stdin, flush=True)
+            code = int(process.stdout.readline())
+            return subprocess.CompletedProcess(command, code, *(path.read_bytes() for path in outputs))
+
+        with pytest.MonkeyPatch.context() as patch:
+            own = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+            patch.setattr(tokenizer_files, "subprocess", own)
+            yield
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +230,33 @@ def test_marian_and_m2m_equal_their_slow_versions(made, tmp_path):
             assert read.backend.decode(ids) == "привет мир"
 
 
+def test_a_special_token_without_an_id_of_its_own_takes_none_from_the_unknown_one(made, tmp_path):
+    """PLBart's `<mask>` for several languages: both had its id, and each reading of the folder kept another of them."""
+    config = {"tokenizer_class": "PLBartTokenizer", "model_type": "plbart", "language_codes": "multi"}
+    slow = PLBartTokenizer.from_pretrained(save(tmp_path, config, sentencepiece__bpe__model=made / "bpe.model"))
+    for _ in range(3):
+        backend = read_tokenizer(tmp_path).backend
+        assert backend.token_to_id("<unk>") == slow.unk_token_id
+        for text in ("the fox", "京 the"):
+            assert backend.encode(text).ids == slow(text).input_ids
+
+
+REFUSED = {
+    "GPTSw3Tokenizer": ("spiece.model", "bpe", "has no fast version, and does more than its SentencePiece model"),
+    "XGLMTokenizer": ("sentencepiece.bpe.model", "unigram", "leaves out most pieces of its SentencePiece model"),
+    "BartphoTokenizer": ("sentencepiece.bpe.model", "unigram", "leaves out most pieces of its SentencePiece model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_that_is_not_its_sentencepiece_model_is_refused(made, tmp_path, name):
+    file, model, message = REFUSED[name]
+    folder = save(tmp_path, {"tokenizer_class": name, "model_type": "mbart"}, **{file: made / f"{model}.model"})
+    (folder / "dict.txt").write_text("the 1\n")
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        read_tokenizer(folder)
+
+
 @pytest.mark.parametrize("lower", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_word_pieces_equal_the_slow_version(made, tmp_path, lower):
     config = {"tokenizer_class": "BertTokenizer", "model_type": "bert", "do_lower_case": lower}
@@ -204,7 +272,7 @@ def test_byte_pairs_equal_those_of_the_files(made, tmp_path):
     pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pairs.add_special_tokens(["<|endoftext|>"])
     read = check(folder, lambda text: pairs.encode(text).ids, "<|endoftext|>")
-    assert read.eos_id == pairs.token_to_id("<|endoftext|>")
+    assert read.end_ids == {pairs.token_to_id("<|endoftext|>")}
 
 
 TEKKEN = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -246,7 +314,7 @@ def test_tekken_equals_the_byte_pairs_of_its_file(made, tmp_path):
     ranks = save_tekken(made, tmp_path)
     words = regex.compile(TEKKEN)
     read = check(tmp_path, lambda text: [i for word in words.findall(text) for i in merged(word.encode(), ranks)])
-    assert (read.eos_id, read.backend.encode("[INST]the[SYSTEM_PROMPT]<SPECIAL_39>").ids[:2]) == (2, [1, 3])
+    assert (read.end_ids, read.backend.encode("[INST]the[SYSTEM_PROMPT]<SPECIAL_39>").ids[:2]) == ({2}, [1, 3])
     assert read.backend.encode("[SYSTEM_PROMPT]<SPECIAL_39>").ids == [1, 17, 39]
     assert read.backend.decode(read.backend.encode("日本語 🦄").ids) == "日本語 🦄"
 
@@ -263,8 +331,10 @@ def test_tekken_has_the_special_tokens_that_it_names(made, tmp_path):
         read_tokenizer(tmp_path)
 
 
-def test_what_cannot_be_converted_is_one_line_that_names_the_folder(tmp_path):
+def test_what_cannot_be_converted_is_one_line_that_names_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "subprocess", subprocess)  # In a process of its own, as it is served.
     folder = save(tmp_path, {"tokenizer_class": "LlamaTokenizer"})
     (folder / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match=f"^the tokenizer in {folder} cannot be converted: [^\n]+$"):
+    message = r"ValueError: its \*.model is not one of SentencePiece; add the tokenizer\.json"
+    with pytest.raises(ValueError, match=f"^the tokenizer in {folder} cannot be converted: {message}$"):
         read_tokenizer(folder)

@@ -9,7 +9,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from headrace.structured_outputs import constraint_of, read_structured_outputs
-from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
+from headrace_transformer.text.answer_grammars import calls_grammar, form_grammar, form_rule
 from headrace_transformer.text.answer_parser import REASONING_FORMATS
 from headrace_transformer.text.detokenizer import Decoder
 from headrace_transformer.text.tool_calls import PARSERS
@@ -59,6 +59,7 @@ def tokenizer(request):
     """The marks as ordinary text, as single tokens, and as special tokens."""
     made = AutoTokenizer.from_pretrained("models/storyteller")
     marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+    marks += ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"]
     if request.param != "ordinary":
         made.add_tokens(marks, special_tokens=request.param == "special")
     return made, from_tokenizer(made), Decoder(made.backend_tokenizer).grammar_ids(marks)
@@ -107,12 +108,51 @@ def test_a_form_begins_after_the_reasoning(tokenizer, kind):
     given, fits, other = FORMS[kind]
     rule = form_rule(constraint_of(read_structured_outputs(given)))
     opened, possible = (
-        after_reasoning([rule], REASONING_FORMATS["think"], is_open, tokenizer[2]) for is_open in (True, False)
+        form_grammar(rule, REASONING_FORMATS["think"], is_open, tokenizer[2]) for is_open in (True, False)
     )
     assert allows(tokenizer, opened, f"Hm, {other}.\n</think>\n\n{fits}")
     assert not allows(tokenizer, opened, f"Hm.\n</think>\n\n{other}")
     assert allows(tokenizer, possible, fits)
     assert not allows(tokenizer, possible, other)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_is_in_the_channel_of_answers(tokenizer, kind):
+    given, fits, other = FORMS[kind]
+    rule, marks = form_rule(constraint_of(read_structured_outputs(given))), REASONING_FORMATS["harmony"]
+    grammar = form_grammar(rule, marks, False, tokenizer[2])
+    thought = f"{marks.open}Hm, {other}.{marks.close}"
+    assert allows(tokenizer, grammar, f"{thought}{marks.answer}{fits}")
+    assert allows(tokenizer, grammar, f"{marks.answer}{fits}")
+    for text in (f"{thought}{marks.answer}{other}", f"{thought}{fits}", f"{marks.answer}{other}", fits):
+        assert not allows(tokenizer, grammar, text)
+
+
+def test_a_call_of_gpt_oss_is_a_message_to_a_function(tokenizer):
+    marks, (_, fits, other) = REASONING_FORMATS["harmony"], FORMS["json"]
+    thought, head = (
+        f"{marks.open}Hm.{marks.close}",
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    )
+    form = constraint_of(read_structured_outputs(FORMS["json"][0]))
+    required, strict, formed = (
+        calls_grammar(tools, "harmony", tokenizer[2], marks, False, given)
+        for tools, given in ((BOTH, None), (STRICT.loosened, None), (ToolUse((WEATHER, TIME)), form))
+    )
+    for grammar, text, is_allowed in (
+        (required, f"{head}{ROME}", True),
+        (required, f"{head}{{}}", False),
+        (required, f"{marks.answer}Hi", False),
+        (strict, f"{head}{ROME}", True),
+        (strict, f"{head}{{}}", False),
+        (strict, f"{marks.answer}Hi", True),
+        (formed, f"{head}{ROME}", True),
+        (formed, f"{marks.answer}{fits}", True),
+        (formed, f"{marks.answer}{other}", False),
+        (formed, fits, False),
+    ):
+        for before in ("", thought):
+            assert allows(tokenizer, grammar, before + text) == is_allowed, before + text
 
 
 @pytest.mark.parametrize("tool_format", PARSERS)

@@ -19,6 +19,7 @@ from tests.model.random_crowd import (
     submit_crowd,
     tight_settings,
 )
+from tests.support.in_process_engine import submit
 from tests.zoo import FAMILIES, Family
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ async def test_a_family_gives_the_ids_of_generate_or_is_refused(family, tmp_path
         assert family.reason in engine.description.get("runner_reason", "")
         # In a crowd of all lengths, in chunks of 32 tokens, past windows and limits; two sampled alike.
         slots = submit_crowd(engine)
-        sampled = [engine.submit(request(name, PROMPTS[3], 12, temperature=0.9)) for name in ("one", "two")]
+        sampled = [submit(engine, request(name, PROMPTS[3], 12, temperature=0.9)) for name in ("one", "two")]
         assert [await read_all(slot) for slot in slots] == expected
         one, two = [await read_all(slot) for slot in sampled]
         assert one == two
@@ -65,7 +66,7 @@ async def test_a_family_gives_the_ids_of_generate_or_is_refused(family, tmp_path
         assert engine.load.blocks_in_use == 0
         # Alone: first with an empty cache, then after a prefix that may be in the cache.
         for name in ("first", "again"):
-            assert await read_all(engine.submit(request(name, PROMPTS[-1], LENGTHS[-1]))) == expected[-1]
+            assert await read_all(submit(engine, request(name, PROMPTS[-1], LENGTHS[-1]))) == expected[-1]
     finally:
         engine.close()
 

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from headrace.rpc.client.caller_key import headers, with_key
+from tests.support.listening import listening
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -31,10 +32,8 @@ class Echo(grpc.GenericRpcHandler):
 async def target():
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((Echo(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
+    async with listening(server) as address:
+        yield address
 
 
 @pytest.mark.parametrize(("key", "expected"), [("k", b"Bearer k"), (" k\n", b"Bearer k"), ("", b"none")])

@@ -32,20 +32,15 @@ def test_it_passes_where_a_stack_starts() -> None:
     assert len(lines) == 8
 
 
-def test_a_setting_that_a_service_refuses_is_named() -> None:
-    code, lines = examined("TRANSFORMER_WORKERS=none")
-    assert code == 1
-    assert lines["settings"].startswith("FAIL")
-    assert "TRANSFORMER_WORKERS=none: " in lines["settings"]
-
-
-def test_a_taken_port_and_an_absent_model_are_named(tmp_path: Path) -> None:
+def test_a_model_that_services_refuse_as_absent_and_a_taken_port_are_named(tmp_path: Path) -> None:
     offset = free_offset()
     port = StackSettings(port_offset=offset).gateway_port
     with closing(create_server(("127.0.0.1", port))):
         code, lines = examined(f"PORT_OFFSET={offset}", f"RUN_FOLDER={tmp_path}", "MODELS=chat=./nonexistent")
     assert code == 1
     assert len(lines) == 8
+    assert lines["settings"].startswith("FAIL")
+    assert "MODELS=chat=./nonexistent: " in lines["settings"]
     assert lines["ports"] == f"FAIL  ports      port {port} is taken; set GATEWAY_PORT=… to another"
     assert lines["memory"].startswith("FAIL")
     assert "nonexistent" in lines["memory"]

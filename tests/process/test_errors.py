@@ -12,12 +12,10 @@ from grpc import StatusCode
 
 from headrace import errors
 from headrace.errors import (
-    DeadlineError,
     DrainingError,
     HeadraceError,
     HopBrokenError,
     InvalidRequestError,
-    NotImplementedMethodError,
     NotReadyError,
     OverloadedError,
     RequestFailedError,
@@ -28,6 +26,7 @@ from headrace.errors import (
 )
 from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
+from tests.support.listening import listening
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
@@ -65,13 +64,8 @@ async def serving(hop, then, options=()):
     """A channel to a server whose calls end in `then(context)`."""
     server = grpc.aio.server(interceptors=(Interceptor(hop),), options=options)
     server.add_generic_rpc_handlers((Echo(then),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with open_channel(f"127.0.0.1:{port}", hop) as channel:
-            yield channel
-    finally:
-        await server.stop(None)
+    async with listening(server) as address, open_channel(address, hop) as channel:
+        yield channel
 
 
 async def call(channel, kind, payload=b"x", **options):
@@ -128,12 +122,9 @@ async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
 
     server = grpc.aio.server(interceptors=(Interceptor("predictor"),))
     server.add_generic_rpc_handlers((Echo(then),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with listening(server) as address, grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(channel, kind)
-    await server.stop(None)
     assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
     assert dict(caught.value.trailing_metadata()) == {
         "x-request-id": "r1",
@@ -163,28 +154,12 @@ async def test_a_handler_may_abort_by_itself(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_deadline_that_passes_is_a_deadline_error(kind):
-    async def then(context):
-        await asyncio.Event().wait()
-
-    async with serving("predictor", then) as channel:
-        with pytest.raises(DeadlineError):
-            await call(channel, kind, timeout=0.2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 async def test_a_service_that_does_not_listen_is_not_ready(kind):
     # No hop counts as broken: the call reached none, so it cannot have broken one.
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         with pytest.raises(NotReadyError, match="no predictor is ready") as caught:
             await call(channel, kind)
     assert caught.value.hop == "predictor"
-
-
-async def test_an_unknown_method_is_not_implemented():
-    async with serving("predictor", nothing) as channel:
-        with pytest.raises(NotImplementedMethodError):
-            await channel.unary_unary("/test/other")(b"")
 
 
 @pytest.mark.parametrize("method", ["/test/unary", "/test/stream"])

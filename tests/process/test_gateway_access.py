@@ -263,12 +263,6 @@ GRPC_WEB, REST, FORM = "application/grpc-web+proto", "application/json", "text/p
 REQUESTS = [(METADATA, GRPC), (METADATA, GRPC_WEB), (OPENAI, REST), (OPENAI, FORM)]
 
 
-@pytest_asyncio.fixture(scope="module")
-async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    async with running_gateway(tmp_path_factory.mktemp("gateway")) as running:
-        yield running
-
-
 async def call_from(
     gateway: Gateway, path: str, content_type: str, host: str, *origins: str, **others: str
 ) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import http.client
 import json
 import urllib.request
 import zlib
@@ -38,13 +37,6 @@ TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    """Envoy with a fake behind each cluster."""
-    async with running_gateway(tmp_path_factory.mktemp("envoy")) as running:
-        yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
     """Envoy without any service behind it."""
     folder = tmp_path_factory.mktemp("lonely")
@@ -57,49 +49,6 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         await asyncio.wait_for(channel.channel_ready(), 30)
     yield alone
     await process.stop()
-
-
-@pytest.mark.parametrize(
-    ("path", "is_openai"),
-    [("/v1/nothing", True), ("/openai/v1/nothing", True), ("/v2/nothing", False), ("/nothing", False), (OPENAI, True)],
-)
-async def test_an_unknown_path_or_method_is_404_in_its_api_s_shape(
-    gateway: Gateway, path: str, is_openai: bool
-) -> None:
-    answer = await gateway.request("GET", path)
-    message = "unknown path or method"
-    assert answer.status == 404
-    assert answer.headers["x-failed-hop"] == "gateway"
-    if is_openai:
-        error = {"message": message, "type": "invalid_request_error", "code": None, "param": None}
-        assert answer.json == {"error": error}
-    else:
-        assert answer.json == {"error": message}
-
-
-@pytest.mark.parametrize("method", ["/unknown.Service/Method", "/headrace.v1.PayloadIngest/Append"])
-async def test_an_unknown_grpc_method_is_unimplemented(gateway: Gateway, method: str) -> None:
-    async with gateway.channel() as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await channel.unary_unary(method)(b"", timeout=10)
-    assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
-
-
-async def test_a_chunk_arrives_before_the_next_is_generated(gateway: Gateway) -> None:
-    connection = gateway.connect()
-
-    def first_chunk() -> tuple[http.client.HTTPResponse, bytes]:
-        connection.request("POST", OPENAI, json.dumps({"stream": True}))
-        response = connection.getresponse()
-        return response, response.read1()
-
-    response, first = await asyncio.to_thread(first_chunk)
-    assert response.getheader("content-type") == "text/event-stream"
-    assert first == b"data: 1\n\n"
-    gateway.openai.first_chunk_was_read.set()
-    assert await asyncio.to_thread(response.read) == b"data: [DONE]\n\n"
-    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -126,12 +75,6 @@ async def test_an_abort_gets_its_status_and_the_api_s_shape(
     assert answer.status == status
     assert answer.headers["x-failed-hop"] == "predictor"
     assert answer.json == {"error": {"message": message, "type": kind, "code": word, "param": None}}
-
-
-async def test_an_abort_of_v2_has_its_shape(gateway: Gateway) -> None:
-    answer = await gateway.request("GET", V2)
-    assert (answer.status, answer.headers["x-failed-hop"]) == (503, "predictor")
-    assert answer.json == {"error": 'model "a" is loading'}
 
 
 async def test_an_error_body_of_the_service_is_kept(gateway: Gateway) -> None:

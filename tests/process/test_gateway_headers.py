@@ -4,14 +4,12 @@ call do not affect another call."""
 import asyncio
 import base64
 import http.client
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 from opentelemetry.propagate import extract
 from opentelemetry.trace import get_current_span
 
@@ -36,12 +34,6 @@ NO_TIMEOUTS = (b"abc", b"-1S", b"12345678901S", b"1" * 5000 + b"S", b"", b"5", b
 NO_MILLISECONDS = (b"0", b"-1", b"1.5", b"1s", b"123456789", b"many", b"")
 NO_BASE64 = (b"!!!", b"a", b"AB", b"AAB", b"AA=", b"AAAA=", b"AAAA====", b"AA,AA", b"\xff\xfe")
 BASE64 = [base64.b64encode(bytes(range(length))).rstrip(padding) for length in range(5) for padding in (b"", b"=")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    async with running_gateway(tmp_path_factory.mktemp("headers")) as running:
-        yield running
 
 
 async def call(

@@ -1,19 +1,10 @@
 """A model's name in a path may have slashes, as they are or as `%2F`: it reaches a service whole."""
 
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
 
-from tests.process.gateway_before_fakes import Gateway, running_gateway
+from tests.process.gateway_before_fakes import Gateway
 
 V1 = ("/v1/models/", "/openai/v1/models/")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    async with running_gateway(tmp_path_factory.mktemp("envoy")) as running:
-        yield running
 
 
 @pytest.mark.parametrize(

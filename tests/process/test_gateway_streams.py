@@ -21,12 +21,6 @@ LEAVING = 1000
 AT_ONCE = 50
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
-    async with running_gateway(tmp_path_factory.mktemp("http")) as running:
-        yield running
-
-
 def begin(gateway: Gateway, **fields: int | bool) -> socket.socket:
     """A request whose answer is not read yet, by a client with small buffers."""
     host, _, port = gateway.address.rpartition(":")

@@ -39,7 +39,8 @@ async def test_a_body_is_returned_with_the_head_of_its_answer(served: Served) ->
 
 
 @pytest.mark.parametrize(
-    ("path", "named"), [("/a%20b%2Fc", "a b/c"), ("?model=d+e&x=1", "d e"), ("/one?model=two", "one"), ("", "")]
+    ("path", "named"),
+    [("/a%20b%2Fc", "a b/c"), ("/%ff", "\ufffd"), ("?model=d+e&x=1", "d e"), ("/one?model=two", "one"), ("", "")],
 )
 async def test_a_method_without_a_body_gets_the_argument_of_its_path_or_query(
     served: Served, path: str, named: str
@@ -49,7 +50,9 @@ async def test_a_method_without_a_body_gets_the_argument_of_its_path_or_query(
     assert (stream.status, stream.data.decode()) == (200, named)
 
 
-@pytest.mark.parametrize(("verb", "path"), [("GET", ECHO), ("POST", NAME), ("POST", "/x"), ("POST", f"{ECHO}/x")])
+@pytest.mark.parametrize(
+    ("verb", "path"), [("GET", ECHO), ("POST", NAME), ("POST", "/x"), ("POST", f"{ECHO}/x"), ("GET", f"{NAME}/")]
+)
 async def test_another_path_or_method_is_not_found(served: Served, verb: str, path: str) -> None:
     async with connected(served.port) as client:
         stream = await (await client.request(path, verb=verb)).wait()

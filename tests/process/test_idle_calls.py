@@ -1,6 +1,8 @@
-"""Idle calls take no place of active ones; they end after a long time, or if there are too many."""
+"""A service accepts a limited number of calls; idle ones take no place of active ones, and end after a long time, or if
+there are too many."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -8,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.oip.stream_infer import multiplex
 from headrace.rpc.limits.admission import Admission
+from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
 from headrace.rpc.server.server import Server
 from headrace.settings import ServiceSettings
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -16,6 +19,7 @@ from headrace_protos.inference_pb2_grpc import (
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
 )
+from tests.support.listening import listening
 
 MAX_CALLS, MAX_IDLE = 2, 8
 
@@ -25,8 +29,10 @@ class Inference(GRPCInferenceServiceServicer):
 
     def __init__(self):
         self.go = asyncio.Event()
+        self.messages = 0  # Of unary calls.
 
     async def ModelInfer(self, request, context):  # noqa: N802
+        self.messages += 1
         await self.go.wait()
         return ModelInferResponse(id=request.id)
 
@@ -66,25 +72,35 @@ class Served:
 
 @pytest.fixture
 async def serve():
-    servers, channels = [], []
+    async with AsyncExitStack() as running:
 
-    async def start(**limits):
-        admission = Admission(MAX_CALLS, max_idle=MAX_IDLE, **limits)
-        settings = ServiceSettings.model_construct(drain_s=0.0)
-        server, servicer = (Server("test", settings, admission=admission), Inference())
-        add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
-        port = server.grpc.add_insecure_port("127.0.0.1:0")
-        await server.grpc.start()
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        servers.append(server)
-        channels.append(channel)
-        return Served(admission, servicer, channel)
+        async def start(**limits):
+            admission = Admission(MAX_CALLS, max_idle=MAX_IDLE, **limits)
+            settings = ServiceSettings.model_construct(drain_s=0.0)
+            server, servicer = (Server("test", settings, admission=admission), Inference())
+            add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
+            address = await running.enter_async_context(listening(server.grpc))
+            channel = await running.enter_async_context(grpc.aio.insecure_channel(address))
+            return Served(admission, servicer, channel)
 
-    yield start
-    for channel in channels:
-        await channel.close()
-    for server in servers:
-        await server.grpc.stop(None)
+        yield start
+
+
+async def test_one_call_too_many_is_refused_at_once_and_unread_by_a_healthy_service(serve):
+    served = await serve()
+    calls = [served.stub.ModelInfer(ModelInferRequest(id="held"), timeout=30) for _ in range(MAX_CALLS)]
+    await served.until(in_flight=MAX_CALLS)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    expected = {"x-http-status": "429", "x-failed-hop": "test", "retry-after-ms": str(RETRY_AFTER_MS)}
+    assert expected.items() <= dict(refused.value.trailing_metadata()).items()
+    health = health_pb2_grpc.HealthStub(served.channel)
+    answer = await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    served.servicer.go.set()
+    assert [(await call).id for call in calls] == ["held"] * MAX_CALLS
+    assert served.servicer.messages == MAX_CALLS
 
 
 async def test_idle_streams_leave_room_for_active_ones(serve):

@@ -13,6 +13,7 @@ from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
 from headrace_transformer.frontends.http import EVENTS, Events, event, rest_method
 from headrace_transformer.frontends.openai.errors import openai_error
+from tests.support.listening import listening
 
 AFTER_S = 0.05
 COMMENT = b": keep-alive\n\n"
@@ -44,13 +45,8 @@ async def call(after_s=AFTER_S):
     servicer = Numbers(after_s)
     server = grpc.aio.server(interceptors=(Interceptor("transformer"),))
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield servicer, rest_pb2_grpc.OpenInferenceStub(channel).GenerateStream(ModelBody(), timeout=30)
-    finally:
-        await server.stop(0)
+    async with listening(server) as address, grpc.aio.insecure_channel(address) as channel:
+        yield servicer, rest_pb2_grpc.OpenInferenceStub(channel).GenerateStream(ModelBody(), timeout=30)
 
 
 async def next_body(call):

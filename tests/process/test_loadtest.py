@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 CSV_CLOSED = b"ValueError: I/O operation on closed file"
 TOKENS, PAUSE_S, TENSOR = 5, 0.02, 6
 GEVENT_THREADS = 10  # Of gevent's pool, unless someone asks for more.
+QUIT_S = 90  # For a busy machine: the imports and the reports.
 
 
 class Gateway(headrace_pb2_grpc.TextGenerationServicer):
@@ -123,7 +124,11 @@ async def run_locust_for(seconds, host, folder, options):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await process.communicate()
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), seconds + QUIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert output.count(b"Traceback") == output.count(CSV_CLOSED), output.decode()
     with (folder / "run_stats.csv").open() as file:
         rows = {row["Name"]: row for row in csv.DictReader(file)}

@@ -239,10 +239,8 @@ def command(tmp_path, *arguments):
 
 def test_the_command_writes_to_a_pipe_and_finds_the_database_by_the_loggers_setting(tmp_path):
     fill(tmp_path, [recorded(number) for number in range(1, 4)])
-    done = subprocess.run(**command(tmp_path, "--format", "jsonl", "--output", "-"), capture_output=True, check=True)
-    assert len(done.stdout.splitlines()) == 3
-    assert done.stderr == b"export: 3 records\n"
     done = subprocess.run(**command(tmp_path, "--output", "-"), capture_output=True, check=True)
+    assert done.stderr == b"export: 3 records\n"
     assert pyarrow.parquet.read_table(pyarrow.BufferReader(done.stdout)).num_rows == 3
 
 
@@ -591,9 +589,10 @@ async def test_what_a_killed_logger_left_in_its_write_ahead_log_does_not_return(
     await append_and_close(database, 1, 3)
     run_copy("backup", tmp_path / "copy")
     script = (
-        "import asyncio, os, sys; from pathlib import Path; from tests.process import test_logger_export as t\n"
+        "import asyncio, os, sys; from pathlib import Path; from headrace_logger.store.store import Store\n"
+        "from tests.support.payload_records import append_request\n"
         "async def main():\n"
-        "    await t.Store(Path(sys.argv[1])).append(t.append_requests(4, 9)); os._exit(0)\n"
+        "    await Store(Path(sys.argv[1])).append([append_request(n) for n in range(4, 10)]); os._exit(0)\n"
         "asyncio.run(main())"
     )
     await asyncio.to_thread(

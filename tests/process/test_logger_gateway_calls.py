@@ -12,11 +12,9 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServ
 from headrace_logger import gateway_calls
 from headrace_logger.gateway_calls import GatewayCalls
 from headrace_logger.store import reading
-from headrace_logger.store.filters import Filters
 from headrace_logger.tails import Tails
-from headrace_protos.headrace_pb2 import TailPayloadsRequest
-from tests.support.payload_fixtures import only_sqlite
-from tests.support.payload_records import append_request, everything, record_id, serving, stored
+from tests.support.payload_fixtures import BOTH, only_sqlite
+from tests.support.payload_records import append_request, everything, following, record_id, serving, stored
 
 STARTED_NS = 1_700_000_000_123_456_789
 GENERATE = "/headrace.v1.TextGeneration/Generate"
@@ -63,8 +61,8 @@ def export_request(*calls):
 @pytest.fixture
 async def logger(store):
     """A stub of the service, its tails, and its channel."""
-    tails = Tails()
-    async with serving(GatewayCalls(store, tails, hold_s=0)) as target, grpc.aio.insecure_channel(target) as channel:
+    tails = Tails(store)
+    async with serving(GatewayCalls(store, hold_s=0)) as target, grpc.aio.insecure_channel(target) as channel:
         yield LogsServiceStub(channel), tails, channel
 
 
@@ -93,6 +91,7 @@ async def test_a_call_that_no_service_recorded_is_a_record_of_its_own(store, log
     assert await anext(store.get(record.record_id), None) is not None
 
 
+@pytest.mark.parametrize("store", BOTH, indirect=True)
 @pytest.mark.parametrize("order", ["call first", "record first", "record of two requests"])
 async def test_a_call_and_its_record_are_joined_whichever_arrives_first(store, logger, order):
     stub, _, _ = logger
@@ -136,8 +135,7 @@ async def test_readers_of_all_records_get_only_those_of_services_unchanged(store
 
 
 async def test_a_line_is_held_until_its_record_can_have_arrived(store, logger):
-    _, tails, _ = logger
-    held = GatewayCalls(store, tails, hold_s=0.05)
+    held = GatewayCalls(store, hold_s=0.05)
     request = gateway_calls._ExportRequest.FromString(export_request({"call_id": "c"}).SerializeToString())
     export = asyncio.create_task(held._export(request, None))
     await asyncio.sleep(0)
@@ -234,10 +232,10 @@ async def test_tail_shows_calls_that_no_service_can_record(store, logger):
         {"failed_hop": "gateway", "grpc_status": "8"},
         {"cluster": "predictor"},
     ]
-    with tails.open(Filters(TailPayloadsRequest())) as tail:
+    async with following(tails) as records:
         await stub.Export(export_request({}, {"flags": "DR"}, {"grpc_status": "8", "failed_hop": "predictor"}))
         await stub.Export(export_request(*({"request_id": f"r{n}"} | call for n, call in enumerate(unrecorded))))
-        shown = [(await asyncio.wait_for(tail.next(), 60)).record.request_id for _ in unrecorded]
+        shown = [(await asyncio.wait_for(anext(records), 60)).request_id for _ in unrecorded]
     assert shown == [f"r{n}" for n in range(len(unrecorded))]
 
 
@@ -296,9 +294,9 @@ async def test_a_call_with_any_trace_id_is_recorded(store, logger):
     request = export_request(*(NO_UPSTREAM | {"request_id": repr(trace_id)} for trace_id in trace_ids))
     for log, trace_id in zip(request.resource_logs[0].scope_logs[0].log_records, trace_ids, strict=True):
         log.trace_id = trace_id
-    with tails.open(Filters(TailPayloadsRequest())) as tail:
+    async with following(tails) as records:
         await stub.Export(request)
-        shown = [(await asyncio.wait_for(tail.next(), 60)).record.request_id for _ in trace_ids]
+        shown = [(await asyncio.wait_for(anext(records), 60)).request_id for _ in trace_ids]
     assert shown == [repr(trace_id) for trace_id in trace_ids]
     assert {record.request_id: record.trace_id for record in await everything(store)} == {
         repr(trace_id): trace_id.hex() if len(trace_id) == 16 else "" for trace_id in trace_ids

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import tracemalloc
 import uuid
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -15,12 +15,11 @@ from headrace_logger.read_limits import FREE_BYTES, Readers
 from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import Store
-from headrace_logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
+from headrace_logger.tails import MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
     DeletePayloadsRequest,
     GetPayloadRequest,
-    PayloadRecord,
     QueryPayloadsRequest,
     TailPayloadsRequest,
     UsageRequest,
@@ -31,6 +30,8 @@ from tests.support.payload_records import (
     append_request,
     append_to,
     client,
+    following,
+    number_of,
     numbers,
     record_id,
     serving,
@@ -44,11 +45,11 @@ NONE = ()
 
 @pytest.fixture
 async def served(store):
-    """The service and its tails: odd records are ann's, even ones bob's."""
-    tails = Tails()
-    async with serving(PayloadLogServicer(store, tails)) as target, open_channel(target, "logger") as channel:
+    """The service: odd records are ann's, even ones bob's."""
+    service = PayloadLogServicer(store, Tails(store))
+    async with serving(service) as target, open_channel(target, "logger") as channel:
         await store.append([of(n) for n in range(1, 7)])
-        yield headrace_pb2_grpc.PayloadLogStub(channel), tails
+        yield headrace_pb2_grpc.PayloadLogStub(channel)
 
 
 def of(number, **fields):
@@ -70,11 +71,11 @@ async def test_a_query_finds_only_records_that_its_caller_may_read(served):
         (ADMIN, {"client": "bob"}, [6, 4, 2]),
         (NONE, {"client": "bob"}, [6, 4, 2]),
     ):
-        assert await found(served[0], metadata, **filters) == expected, (metadata, filters)
+        assert await found(served, metadata, **filters) == expected, (metadata, filters)
 
 
 async def test_another_client_s_name_is_refused_whether_it_exists_or_not(served):
-    stub, _ = served
+    stub = served
     for name in ("bob", "nobody", ""):
         for call in (
             lambda name: anext(aiter(stub.Query(QueryPayloadsRequest(client=name), metadata=ANN))),
@@ -88,7 +89,7 @@ async def test_another_client_s_name_is_refused_whether_it_exists_or_not(served)
 
 
 async def test_another_client_s_record_is_not_found(served):
-    stub, _ = served
+    stub = served
     missing = GetPayloadRequest(record_id=record_id(99))
     for metadata, number in ((ANN, 2), (ANN, 99), (ADMIN, 99)):
         with pytest.raises(NotFoundError, match="no record has the record_id"):
@@ -102,7 +103,7 @@ async def test_another_client_s_record_is_not_found(served):
 
 
 async def test_page_tokens_continue_and_contain_no_data_of_other_clients(store, served):
-    stub, _ = served
+    stub = served
     pages, token = [], None
     while page := [r async for r in stub.Query(QueryPayloadsRequest(page_size=1, page_token=token), metadata=ANN)]:
         token = page[0].page_token
@@ -114,19 +115,18 @@ async def test_page_tokens_continue_and_contain_no_data_of_other_clients(store, 
 
 
 async def test_a_page_continues_after_a_record_that_was_deleted_meanwhile(store, served):
-    stub, _ = served
+    stub = served
     (first,) = [r async for r in stub.Query(QueryPayloadsRequest(page_size=1), metadata=ANN)]
     await store.delete(record_id=first.record_id)
     assert await found(stub, ANN, page_token=first.page_token) == [3, 1]
 
 
 async def test_a_tail_shows_its_client_s_records(store, served):
-    stub, tails = served
-    call = stub.Tail(TailPayloadsRequest(), metadata=ANN)
+    call = served.Tail(TailPayloadsRequest(), metadata=ANN)
     responses = aiter(call)
     reading = asyncio.ensure_future(anext(responses))
     await call.initial_metadata()
-    tails.show(await store.append([of(8), of(10), of(11)]))
+    await store.append([of(8), of(10), of(11)])
     assert (await reading).record_id == record_id(11)
     call.cancel()
 
@@ -141,13 +141,13 @@ async def test_a_tail_shows_its_client_s_records(store, served):
     ],
 )
 async def test_a_client_deletes_its_own_records(store, served, key, deleted, left):
-    assert (await served[0].Delete(DeletePayloadsRequest(**key), metadata=ANN)).deleted == deleted
+    assert (await served.Delete(DeletePayloadsRequest(**key), metadata=ANN)).deleted == deleted
     assert await numbers(store) == left
 
 
 @only_sqlite
 async def test_a_client_s_deletion_covers_its_own_late_records_and_no_other_s(store, served, tmp_path):
-    stub, _ = served
+    stub = served
     await stub.Delete(DeletePayloadsRequest(request_id="same"), metadata=ANN)
     await stub.Delete(DeletePayloadsRequest(record_id=record_id(8)), metadata=ANN)
     await stub.Delete(DeletePayloadsRequest(record_id=record_id(9)), metadata=ANN)
@@ -205,7 +205,7 @@ class Served:
 @pytest.fixture
 async def budgeted(store):
     readers = Readers(max_bytes=16 * MIB, max_readers=40, max_of_one=20, wait_s=0.5)
-    service = PayloadLogServicer(store, Tails(), readers)
+    service = PayloadLogServicer(store, Tails(store), readers)
     async with serving(service, options=(("grpc.max_send_message_length", -1),)) as target:
         one = Served(store, readers, target)
         yield one
@@ -270,8 +270,12 @@ async def test_a_search_for_text_goes_through_large_records_in_order(budgeted):
 NOTHING = Filters(TailPayloadsRequest())
 
 
-def record_of(number, **fields):
-    return PayloadRecord(record_id=record_id(number), **fields)
+async def read_until(records, last):
+    """The numbers of records up to one."""
+    number = 0
+    while number != last:
+        number = number_of(await anext(records))
+        yield number
 
 
 class Ingest(PayloadIngestServicer):
@@ -282,8 +286,9 @@ class Ingest(PayloadIngestServicer):
 @pytest.fixture
 async def followed(tmp_path):
     """A logger in this process: its store, its tails, and a channel to it."""
-    store, tails = Store(tmp_path / "payloads.sqlite3"), Tails()
-    services = PayloadLogServicer(store, tails), Ingest(store, tails, asyncio.Event())
+    store = Store(tmp_path / "payloads.sqlite3")
+    tails = Tails(store)
+    services = PayloadLogServicer(store, tails), Ingest(store, asyncio.Event())
     async with serving(*services) as target, open_channel(target, "logger") as channel:
         yield store, tails, channel
     await store.close()
@@ -332,62 +337,34 @@ async def test_records_are_sent_once_as_they_are_committed(followed):
 async def test_a_filter_of_tail_equals_the_same_filter_of_query(followed, filters):
     store, tails, _ = followed
     requests = [append_request(n, time_ns=n * 1_000_000, **fields) for n, fields in RECORDS.items()]
-    with tails.open(Filters(TailPayloadsRequest(**filters))) as tail:
-        tails.show(await store.append(requests))
-        tails.show([record_of(99, model="a", status="OK", trace_id="t3", request_id="same", duration_ms=99)])
+    async with following(tails, **filters) as records:
+        await store.append(requests)
+        last = {"model": "a", "status": "OK", "trace_id": "t3", "request_id": "same", "duration_ms": 99}
+        await store.append([append_request(99, time_ns=99_000_000, **last)])
         found = [r.record async for r in store.query(Filters(QueryPayloadsRequest(**filters)), None, 1000)]
-        shown = [(await tail.next()).record for _ in found]
+        shown = [await anext(records) for _ in found]
     assert [one.record_id for one in shown] == [one.record_id for one in reversed(found)]
 
 
-async def test_only_a_reader_that_is_too_slow_is_cut_off(followed):
-    _, tails, _ = followed
-    with tails.open(NOTHING) as slow, tails.open(NOTHING) as quick:
-        for n in range(MAX_KEPT + 1):
-            tails.show([record_of(n)])
-            assert (await quick.next()).record.record_id == record_id(n)
-        with pytest.raises(OverloadedError, match="the reader is too slow and has missed records"):
-            await slow.next()
-        tails.show([record_of(5000)])
-        assert (await quick.next()).record.record_id == record_id(5000)
+async def test_a_slow_reader_misses_nothing_and_delays_no_other(followed):
+    store, tails, _ = followed
+    async with following(tails) as slow, following(tails) as quick:
+        for n in range(1, 1001, 250):
+            await store.append([append_request(m) for m in range(n, n + 250)])
+            assert [m async for m in read_until(quick, n + 249)] == list(range(n, n + 250))
+        assert [m async for m in read_until(slow, 1000)] == list(range(1, 1001))
 
 
-async def test_the_records_kept_for_all_tails_are_bounded_in_bytes_too(followed):
-    _, tails, _ = followed
-    with ExitStack() as stack:
-        slow = [stack.enter_context(tails.open(NOTHING, f"c{n}")) for n in range(MAX_TAILS)]
+async def test_what_slow_readers_have_yet_to_read_takes_no_memory(followed):
+    store, tails, _ = followed
+    async with AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(following(tails)) for _ in range(16)]
+        for n in range(1, 21):
+            await store.append([append_request(n, text="x" * MIB)])
         tracemalloc.start()
-        for n in range(60):
-            tails.show([record_of(n, text="x" * 1024 * 1024)])
-        assert tracemalloc.get_traced_memory()[0] < 24 << 20
+        assert all([len((await anext(records)).text) == MIB for records in slow])
+        assert tracemalloc.get_traced_memory()[0] < 40 * MIB  # One record each, serialized and parsed.
         tracemalloc.stop()
-        for tail in slow:
-            with pytest.raises(OverloadedError, match="has missed records"):
-                await tail.next()
-    with tails.open(NOTHING) as tail:
-        tails.show([record_of(1)])
-        assert (await tail.next()).record.record_id == record_id(1)
-
-
-async def test_a_commit_larger_than_the_buffer_is_sent_whole(followed):
-    _, tails, _ = followed
-    with tails.open(NOTHING) as tail:
-        tails.show([record_of(n) for n in range(3 * MAX_KEPT)])
-        assert [(await tail.next()).record.record_id for _ in range(3 * MAX_KEPT)][-1] == record_id(3 * MAX_KEPT - 1)
-
-
-async def test_many_filtered_records_delay_no_other_call(followed):
-    _, tails, _ = followed
-    with tails.open(Filters(TailPayloadsRequest(model="other"))) as tail:
-        reading = asyncio.ensure_future(tail.next())
-        await until(lambda: tail.is_waiting)
-        tails.show([record_of(n) for n in range(MAX_KEPT)])
-        turns = 0
-        while not tail.is_waiting or turns == 0:
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns >= MAX_KEPT / 100
-        reading.cancel()
 
 
 async def test_a_tail_beyond_the_limit_displaces_an_idle_one_of_the_client_with_the_most(followed):
@@ -416,25 +393,26 @@ async def test_a_tail_beyond_the_limit_displaces_an_idle_one_of_the_client_with_
 
 async def test_a_client_beyond_its_own_limit_of_tails_displaces_its_own(followed):
     _, tails, _ = followed
-    other, own = tails.open(NOTHING, "other"), [tails.open(NOTHING, "greedy") for _ in range(MAX_TAILS_OF_ONE)]
-    with ExitStack() as stack:
-        first = stack.enter_context(other)
-        waiting = [asyncio.ensure_future(stack.enter_context(one).next()) for one in own]
-        first_waits = asyncio.ensure_future(first.next())
-        await until(lambda: first.is_waiting)
-        stack.enter_context(tails.open(NOTHING, "greedy"))
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(following(tails, caller="other"))
+        own = [await stack.enter_async_context(following(tails, caller="greedy")) for _ in range(MAX_TAILS_OF_ONE)]
+        first_waits, *waiting = (asyncio.ensure_future(anext(records)) for records in (first, *own))
+        await until(lambda: all(tail.is_waiting for tail in tails._open))
+        await stack.enter_async_context(following(tails, caller="greedy"))
         with pytest.raises(OverloadedError, match="a newer one"):
             await waiting[0]
         assert not first_waits.done()
         for one in (first_waits, *waiting):
             one.cancel()
+        await asyncio.gather(first_waits, *waiting, return_exceptions=True)
 
 
-async def test_tails_with_stalled_readers_keep_their_places_and_others_are_refused():
-    tails = Tails(max_tails=2, max_of_one=2)
-    with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
-        with pytest.raises(OverloadedError, match="0 of them of this caller"), tails.open(NOTHING, "c"):
-            pass
+async def test_tails_with_stalled_readers_keep_their_places_and_others_are_refused(followed):
+    tails = Tails(followed[0], max_tails=2, max_of_one=2)
+    async with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
+        with pytest.raises(OverloadedError, match="0 of them of this caller"):
+            async with tails.open(NOTHING, "c"):
+                pass
         assert len(tails) == 2
 
 
@@ -446,5 +424,6 @@ async def test_every_tail_ends_when_the_logger_stops(followed):
     tails.end()
     with pytest.raises(NotReadyError, match="the logger is stopping"):
         await reading
-    with pytest.raises(NotReadyError), tails.open(NOTHING):
-        pass
+    with pytest.raises(NotReadyError):
+        async with tails.open(NOTHING):
+            pass

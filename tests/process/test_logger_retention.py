@@ -136,7 +136,7 @@ async def test_a_repeat_does_not_restore_a_deleted_record(store):
     old = [aged(n, days=8) for n in range(1, 4)]
     await store.append(old)
     await Retention(store, 7, UNBOUNDED, now_us=at_now).apply()
-    assert await store.append([*old, aged(4, days=1)]) != []
+    await store.append([*old, aged(4, days=1)])
     assert await numbers(store) == [4]
 
 
@@ -200,8 +200,9 @@ async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(
     store = Store(path)
     appends = []
     store.on_append(lambda: appends.append(True))
-    assert await store.append([late(1, call_id="a")]) == []
-    assert await store.append([late(1, call_id="a"), late(2)]) != []
+    await store.append([late(1, call_id="a")])
+    assert await numbers(store) == []
+    await store.append([late(1, call_id="a"), late(2)])
     assert await numbers(store) == [2]
     assert len(appends) == 1
     # Records of later requests with the same key are not dropped, except one with the same record id.
@@ -211,7 +212,8 @@ async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(
     # The gateway's line of the call is dropped, as for any deleted record.
     call = PayloadRecord(record_id=record_id(9), call_id="a")
     call.gateway.path = "/p"
-    assert await store.add_calls([LoggedCall(call)]) == []
+    await store.add_calls([LoggedCall(call)])
+    assert await numbers(store) == [3, 2]
     await store.close()
 
 

@@ -215,7 +215,8 @@ async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_
         for first in range(1, 501, 50):
             await append(store, range(first, first + 50))
         await until(lambda: cursor_is(store, server.url, 500))
-        await until(lambda: hanging.at_once == 4)
+        # More once a request is repeated that had no answer in time.
+        await until(lambda: hanging.at_once >= 4)
         assert stuck.counts == {}
         # Unsent records are in the store, not in memory: only one page was read.
         assert set(watched.read_after) == {0}
@@ -363,13 +364,6 @@ async def test_the_retry_delay_of_a_sink_is_kept(store, monkeypatch):
     async with running(store, Busy()) as runner:
         await until(lambda: runner.counts["retried"] >= 3)
     assert 3600 in slept
-
-
-async def test_few_large_records_are_read_at_a_time(store, monkeypatch):
-    monkeypatch.setattr(reading, "_BYTES_PER_READ", 250_000)
-    await store.append([answered(number, prompt="p" * 100_000) for number in range(1, 9)])
-    assert [stored.position for stored in await store.after(0, 64)] == [1, 2, 3]
-    assert [stored.position for stored in await store.after(3, 2)] == [4, 5]
 
 
 class FailingSink(StubbornSink):
@@ -655,15 +649,15 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     # The lag is that of the oldest waiting record, counted from its end, however many arrive later.
     await store.append([ended_ago(2, 100, duration_ms=500_000)])
     await until(lambda: 100 <= measured.lag("a") < 200)
-    await store.append([ended_ago(number, 10) for number in range(3, 500)])
-    await until(lambda: len(other.taken) == 2 * 499)
+    await store.append([ended_ago(number, 10) for number in range(3, 100)])
+    await until(lambda: len(other.taken) == 2 * 99)
     await until(lambda: measured.lag("b") == 0)
     assert 100 <= measured.lag("a") < 200
 
     await server.start()
     await until(lambda: measured.lag("a") < 100)
     await until(lambda: measured.lag("a") == 0)
-    assert len(server.taken) >= 2 * 499
+    assert len(server.taken) >= 2 * 99
 
 
 async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(

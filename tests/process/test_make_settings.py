@@ -31,14 +31,16 @@ def commands(checkout: Path, *target: str) -> str:
 
 
 def test_without_a_file_make_has_the_defaults(checkout: Path) -> None:
-    assert "--index-url https://download.pytorch.org/whl/cpu '" in commands(checkout, ".venv/.installed-run")
-    assert "127.0.0.1:${GATEWAY_PORT:-8080}" in commands(checkout, "test-tools")
+    shown = commands(checkout, ".venv/.installed-run", "test-tools")
+    assert "--index-url https://download.pytorch.org/whl/cpu '" in shown
+    assert "127.0.0.1:${GATEWAY_PORT:-8080}" in shown
 
 
 def test_a_line_of_the_file_wins(checkout: Path) -> None:
     (checkout / ".env").write_text(f"GATEWAY_PORT=8085\nTORCH_INDEX={CUDA}\n")
-    assert f"--index-url {CUDA} '" in commands(checkout, ".venv/.installed-run")
-    assert "127.0.0.1:${GATEWAY_PORT:-8085}" in commands(checkout, "test-tools")
+    shown = commands(checkout, ".venv/.installed-run", "test-tools")
+    assert f"--index-url {CUDA} '" in shown
+    assert "127.0.0.1:${GATEWAY_PORT:-8085}" in shown
     settings = StackSettings(_env_file=checkout / ".env")  # type: ignore[call-arg]
     assert settings.gateway_port == int(os.environ.get("GATEWAY_PORT", "8085"))
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import socket
 import sys
+from importlib.util import find_spec
 from urllib.request import Request, urlopen
 
 import pytest
@@ -16,7 +17,7 @@ from headrace.models.sources import parse_location
 from tests.gguf_files import write_gguf
 from tests.model.test_gguf import random_model
 
-s3fs = pytest.importorskip("s3fs", reason="needs the extra `buckets`")
+pytestmark = pytest.mark.skipif(find_spec("s3fs") is None, reason="needs the extra `buckets`")
 BLOCK = 64 << 10
 WEIGHTS = os.urandom(10 * BLOCK + 1)  # More than one round of requests.
 SIGNED = {"Authorization": "AWS ann:x", "Content-Type": "application/octet-stream"}
@@ -126,7 +127,7 @@ def test_what_is_not_there_is_refused_in_one_line(put):
 def test_without_credentials_or_a_server_the_error_says_what_to_do(put, monkeypatch, tmp_path):
     put("/m/config.json", b"{}")
     folder = fetched("s3://models/m")
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert fetched("s3://models/m") == folder
     with pytest.raises(StartupFault, match=r"s3://models/n cannot be reached: .*MODELS_NETWORK=outer$"):

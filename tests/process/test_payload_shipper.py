@@ -199,8 +199,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
             open_ones[number % 20].chunk("x" * 5000, [1])
             await written(tap)
     for recording in open_ones:
-        recording.chunk("lost" * 1000, [2])
-        recording.end("OK", message="m" * 400)
+        recording.end("OK", message="m" * 400, text="text" * 1000)
     await written(tap)
     lost = begin(tap, "too late")
     assert await lost.flushed(), "no request waits for room"

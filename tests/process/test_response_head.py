@@ -10,6 +10,7 @@ from headrace.errors import NotFoundError
 from headrace.rpc.limits.admission import Admission, head_of_call
 from headrace.rpc.server.server import Server
 from headrace.settings import ServiceSettings
+from tests.support.listening import listening
 
 LIMITED = ((CLIENT, "alice"), (POLICY, '{"requests_per_minute": 3}'))
 OWN = ("x-own", "1")
@@ -47,11 +48,8 @@ async def channel():
     server = Server("test", ServiceSettings.model_construct(drain_s=0.0), admission=Admission())
     server.limits.add(lambda client: (("x-ratelimit-limit-tokens", "9"),) if client.name == "alice" else ())
     server.grpc.add_generic_rpc_handlers((Answers(),))
-    port = server.grpc.add_insecure_port("127.0.0.1:0")
-    await server.grpc.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+    async with listening(server.grpc) as address, grpc.aio.insecure_channel(address) as opened:
         yield opened
-    await server.grpc.stop(None)
 
 
 async def begins_and_ends_with(channel, method, request=b"", metadata=LIMITED):

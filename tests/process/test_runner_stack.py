@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -88,23 +87,6 @@ async def test_a_stack_without_own_predictors_waits_for_one_elsewhere(
             assert await check(stack.addresses["inner"]) == health_pb2.HealthCheckResponse.SERVING
         finally:
             await elsewhere.stop()
-    finally:
-        await stack.stop()
-
-
-async def test_a_stack_whose_folder_is_removed_continues(tmp_path: Path) -> None:
-    reports: list[str] = []
-    stack = await start_stack(tmp_path / "run", {}, commands=FAKES, say=reports.append)
-    try:
-        shutil.rmtree(stack.folder.path)
-        await until(lambda: stack.folder.holder() == os.getpid())
-        assert "was removed and has been created again" in reports[0]
-        shutil.rmtree(stack.folder.path)
-        for name in ("predictor-0", "envoy"):
-            await stack.kill(name)
-        await stack.wait_ready(timeout_s=30)
-        assert await check(stack.gateway, "ready") == health_pb2.HealthCheckResponse.SERVING
-        assert stack.folder.holder() == os.getpid()
     finally:
         await stack.stop()
 

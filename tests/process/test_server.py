@@ -19,6 +19,7 @@ from headrace.settings import ServiceSettings
 from headrace_protos import headrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from headrace_runner.settings import ROOT
 from tests.support.forkserver import spawn
+from tests.support.listening import listening
 from tests.support.logger_process import free_port
 from tests.waiting import until
 
@@ -70,10 +71,8 @@ async def start(tmp_path):
 @pytest.fixture
 async def server():
     server = Server("test", ServiceSettings.model_construct(drain_s=0.0), PUBLIC)
-    server.target = f"127.0.0.1:{server.grpc.add_insecure_port('127.0.0.1:0')}"
-    await server.grpc.start()
-    yield server
-    await server.grpc.stop(None)
+    async with listening(server.grpc) as server.target:
+        yield server
 
 
 def count(channel, numbers):

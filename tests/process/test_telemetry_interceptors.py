@@ -2,7 +2,7 @@
 likewise."""
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import grpc
@@ -22,6 +22,7 @@ from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
 from headrace.telemetry.rpc import suppress_tracing
 from headrace_protos import headrace_pb2, inference_pb2
+from tests.support.listening import listening
 from tests.support.measured import Measured
 from tests.waiting import until
 
@@ -119,17 +120,6 @@ class Bench:
         return by_kind[SpanKind.CLIENT], by_kind[SpanKind.SERVER]
 
 
-@asynccontextmanager
-async def served(methods, tracer, meter):
-    interceptors = (Interceptor("predictor", telemetry=ServerTelemetry(tracer, meter)),)
-    server = grpc.aio.server(interceptors=interceptors)
-    server.add_generic_rpc_handlers((methods,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield server, f"127.0.0.1:{port}"
-    await server.stop(0)
-
-
 @pytest.fixture
 async def bench(monkeypatch):
     exporter = InMemorySpanExporter()
@@ -139,8 +129,12 @@ async def bench(monkeypatch):
     observed = partial(client_interceptors, tracer=tracer, meter=measured.meter)
     monkeypatch.setattr("headrace.rpc.client.channel.client_interceptors", observed)
     methods = Methods()
+    server = grpc.aio.server(
+        interceptors=(Interceptor("predictor", telemetry=ServerTelemetry(tracer, measured.meter)),)
+    )
+    server.add_generic_rpc_handlers((methods,))
     async with (
-        served(methods, tracer, measured.meter) as (_, target),
+        listening(server) as target,
         open_channel(target, "predictor") as channel,
         open_plain_channel(target) as bare,
     ):

@@ -8,6 +8,7 @@ from headrace_protos import inference_pb2 as pb
 from headrace_protos.rest_pb2 import ModelBody
 from headrace_protos.rest_pb2_grpc import OpenInferenceStub
 from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.full import FULL
 from tests.support.loop_lag import loop_lag
 from tests.support.transformer_fixtures import transformer
 
@@ -97,7 +98,7 @@ async def test_reading_the_largest_bodies_of_openais_api_does_not_block_it(serve
 
 
 async def test_reading_large_bodies_of_the_v2_protocol_does_not_block_it(served):
-    for method, request, body, status in V2.values():
+    for method, request, body, status in (V2[name] for name in V2 if FULL or name != "stop"):
         call = getattr(OpenInferenceStub(served.channel), method)
         message = ModelBody(model=request.model, body=HttpBody(data=body))
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from headrace.deadline import NO_DEADLINE
-from headrace.errors import HeadraceError, HopBrokenError
+from headrace.errors import HeadraceError, HopBrokenError, NotReadyError
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.predictors.discovery import replicas as module
 from headrace_transformer.predictors.discovery import resolver
@@ -155,3 +155,20 @@ async def test_a_call_of_replicas_is_cancelled_only_by_its_own_caller(monkeypatc
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
+
+
+async def test_a_model_is_described_by_a_replica_that_answers_while_the_way_through_envoy_is_closed():
+    client = PredictorClient("127.0.0.1:1")  # No Envoy listens there.
+    other, second = ScriptedPredictor(models=("other",)), ScriptedPredictor(models=(MODEL,))
+    async with serving(second) as has_it, AsyncExitStack() as stack:
+        lacks_it = await stack.enter_async_context(serving(other))
+        left = await stack.enter_async_context(serving(ScriptedPredictor(models=(MODEL,))))
+        replicas = Replicas([lacks_it, left, has_it], client)
+        assert set(await replicas.index()) == {MODEL, "other"}
+        await stack.aclose()
+        assert (await replicas.metadata(pb.ModelMetadataRequest(name=MODEL))).name == MODEL
+        assert (await replicas.config(pb.ModelConfigRequest(name=MODEL))).config.name == MODEL
+        with pytest.raises(NotReadyError):
+            await replicas.metadata(pb.ModelMetadataRequest(name="other"))
+    await replicas.close()
+    await client.close()

@@ -137,12 +137,6 @@ def check_whole(chunks):
     assert chunks[-1].usage.completion_tokens == len(ANSWER)
 
 
-async def test_an_undisturbed_generation_is_one_call():
-    async with resuming() as r:
-        check_whole(await r.generate())
-        assert (r.were_alone, r.continued_after, r.resumes) == ([False], [0], 0)
-
-
 @pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, dies])
 @pytest.mark.parametrize("after", [0, 1, 7, 19])
 async def test_a_generation_continues_after_its_last_token(end, after):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
 from headrace.oip.tensors import decode_outputs
 from headrace_protos import inference_pb2 as pb
-from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, raises, serving
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
 from tests.waiting import until
@@ -101,17 +101,6 @@ async def test_each_choice_is_resumed_by_itself(answer):
         assert done == b"[DONE]"
         assert [text.strip() for text in texts] == [STORY, STORY]
         assert len(predictor.calls) == 5
-
-
-async def test_a_malformed_first_token_deadline_is_refused_and_one_that_passes_ends_the_request(answer):
-    predictor = ScriptedPredictor(falls_silent(), answer=answer)
-    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
-        for value, code in (("soon", grpc.StatusCode.INVALID_ARGUMENT), ("200", DEADLINE)):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", value),))
-            assert raised.value.code() is code
-        assert raised.value.details() == "no token within 200 ms"
-        assert await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", "60000"),))
 
 
 # ------------------------------------------------------------------ models that are absent

@@ -43,7 +43,7 @@ async def test_streams_that_end_in_every_way_leave_no_resources_behind(new_stack
     print(f"SEED={SEED}")
     stack = await new_stack(
         models="storyteller=models/storyteller",
-        commands={"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": {"FAULTS": str(tmp_path), **SMALL_CACHES}},
     )
     port = stack.addresses["predictor-0"].rpartition(":")[2]

@@ -23,7 +23,7 @@ async def test_tritons_client_sees_only_a_pause_when_its_predictor_dies_during_i
     (tmp_path / "chunks" / "model.py").write_text(CHUNKS)
     stack = await new_stack(
         models=f"storyteller=models/storyteller,chunks={tmp_path / 'chunks'}",
-        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": {"SLOW_MS": "40"}},
     )
     client = await asyncio.create_subprocess_exec(

@@ -58,7 +58,7 @@ async def gated(stacks, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("gate") / "gate")
     async with stacks.use(
         models=MODELS,
-        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": {"GATE_SOCKET": path}},
         change_gateway=shortened,
     ) as stack:

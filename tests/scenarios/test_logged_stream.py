@@ -13,7 +13,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.scenarios.streaming_ways import STREAMING_WAYS, TOKENS
+from tests.chaos.load import Client
+from tests.chaos.requests import Request, greedy
 from tests.system.calls import query
 from tests.system.gated_stack import gated_stack
 from tests.waiting import until
@@ -73,11 +74,16 @@ async def dies_again_and_again(stack):
 
 TROUBLES = {"runs": runs, "stands still": stands_still, "dies again and again": dies_again_and_again}
 
+TOKENS = 8
+WAYS = (
+    *("Generate", "ModelStreamInfer", "completions", "chat completions"),
+    *("generate_stream", "headrace generate", "gRPC-Web"),
+)
 # Every way in without trouble, and two of them in each trouble; with FULL=1 all.
 IN_TROUBLE = ("Generate", "chat completions")
 ROWS = [
     pytest.param(name, trouble, marks=[] if trouble == "runs" or name in IN_TROUBLE else pytest.mark.full)
-    for name in STREAMING_WAYS
+    for name in WAYS
     for trouble in TROUBLES
 ]
 
@@ -96,16 +102,20 @@ async def logged(tmp_path_factory):
 async def test_each_chunk_arrives_before_the_next_one_is_generated_and_all_are_recorded(logged, name, trouble):
     stack, let_tokens_be_made = logged
     request_id = f"{name} {trouble}".replace(" ", "-")
-    stream = STREAMING_WAYS[name](stack.gateway, request_id)
-    async with TROUBLES[trouble](stack), aclosing(stream) as chunks:
+    story = greedy("Tell me a story about a fox.", TOKENS, is_chat=name == "chat completions")
+    async with (
+        TROUBLES[trouble](stack),
+        Client(stack.gateway) as client,
+        aclosing(client.pieces(Request(request_id, name, story))) as pieces,
+    ):
         texts = []
         for _ in range(TOKENS):
             let_tokens_be_made(1)
             # The model waits: if the tokens so far do not arrive now, they never will.
             async with asyncio.timeout(15):
-                texts.append(await anext(chunks))
+                texts.append((await anext(pieces)).text)
         async with asyncio.timeout(15):
-            assert await anext(chunks, None) is None
+            assert await anext(pieces, None) is None
 
     async def is_recorded():
         with suppress(grpc.aio.AioRpcError):  # The gateway notices within a second that the logger is back.

@@ -49,7 +49,7 @@ async def stack(new_stack, tmp_path):
     return await new_stack(
         models=f"teller={base},poet={tmp_path / 'poet'},normalizer=models/normalizer",
         predictors=PREDICTORS,
-        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={
             "predictor": {"PREDICTOR_DTYPE": "fp32", "SLOW_MS": "20"},
             "transformer": {"TRANSFORMER_WORKERS": "2"},

@@ -29,7 +29,7 @@ DISTURBED = COUNT // 10
 CALLERS = 32
 KILL_EVERY_S = 2.0
 SLOW_MS = 20
-SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
+SLOW = {"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")}
 SEED = int(os.environ.get("SCHEMA_SEED", "1"))
 ANSWER_S = 120  # Nothing may hang.
 

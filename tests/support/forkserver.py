@@ -43,7 +43,7 @@ IMPORTS = {
     "_service": ("headrace.oip.stream_infer", "headrace.rpc.server.service", "headrace.rpc.server.server"),
 }
 _READ_EARLY = re.compile(
-    r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
+    r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_(?!PROXY)|OTEL_PYTHON)"
 )
 _OF_THE_RUN = ("_service",)  # Kinds that are started with the variables of the run in any case.
 _MOST_OF_A_KIND = 2  # Sets of variables for each kind of service.

@@ -23,7 +23,7 @@ from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_freq
 
 Floats = NDArray[np.float32]
 
-GROUP, SMALL_GROUP = 128, 32  # Inputs that share a scale: of activations, and of int4 weights.
+GROUP, SMALL_GROUP = 128, 32  # Inputs that share a scale, and a factor of it in int4.
 BLOCK = 32  # Positions whose scores and values are summed together.
 LANES = 16
 ROUNDING = np.float32(12582912.0)  # 1.5 x 2^23: adding it rounds to an integer.
@@ -100,20 +100,16 @@ class Linear:
     def __init__(self, weight: Floats, bias: Floats | None, four_bits: bool) -> None:
         self.four_bits, self.bias, self.inputs = four_bits, bias, weight.shape[1]
         q, self.scales = quantised_to_4_bits(weight) if four_bits else quantised_to_8_bits(weight)
-        size = SMALL_GROUP if four_bits else GROUP
         # [groups, inputs of a group, outputs]
-        self.q = np.ascontiguousarray(padded(q, GROUP).reshape(len(q), -1, size).transpose(1, 2, 0))
+        self.q = np.ascontiguousarray(padded(q, GROUP).reshape(len(q), -1, GROUP).transpose(1, 2, 0))
 
     def __call__(self, x: Floats) -> Floats:
         """[rows, inputs] to [rows, outputs]."""
         q, scales = quantised_activations(x)
         total = np.zeros((len(x), self.q.shape[-1]), np.float32)
         for g, scale in enumerate(scales):
-            if self.four_bits:
-                for j, part in enumerate(np.split(q[g], 4, axis=-1), 4 * g):
-                    total = total + ((part @ self.q[j]) * self.scales[:, j]) * scale[:, None]
-            else:
-                total = total + (q[g] @ self.q[g]) * scale[:, None]
+            whole = q[g] @ self.q[g]
+            total = total + (whole * self.scales[:, g] if self.four_bits else whole) * scale[:, None]
         if not self.four_bits:
             total = total * self.scales
         return total if self.bias is None else total + self.bias
@@ -133,13 +129,29 @@ def quantised_to_8_bits(weight: Floats) -> tuple[Floats, Floats]:
 
 
 def quantised_to_4_bits(weight: Floats) -> tuple[Floats, Floats]:
-    """Integers [outputs, padded inputs], as floats, and scales [outputs, groups]."""
-    groups = padded(weight, GROUP).reshape(len(weight), -1, SMALL_GROUP)
-    extremes = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
-    scales = round_to_bfloat16(extremes / np.float32(-8))
-    divisors = np.where(scales == 0, np.float32(1), scales)[..., None]
-    q = np.clip(np.rint(groups / divisors), -8, 7) * (scales != 0)[..., None]
-    return q.reshape(len(weight), -1).astype(np.float32), scales
+    """Integers [outputs, padded inputs], as floats, and scales [outputs, groups].
+
+    Each is of 4 bits times a factor of its small group: of three factors that with the least error.
+    """
+    groups = padded(weight, GROUP).reshape(len(weight), -1, GROUP // SMALL_GROUP, SMALL_GROUP)
+    extremes = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    bits = (np.abs(extremes) / np.float32(8 * 15)).max((-2, -1)).view(np.uint32)
+    scales = ((bits + np.uint32(0xFFFFF)) & np.uint32(0xFFF00000)).view(np.float32)
+    units = np.where(scales == 0, np.float32(1), scales)[..., None, None]
+    found = np.zeros_like(groups)
+    least = np.full(groups.shape[:-1], np.inf, np.float32)
+    for step in (-1, 0, 1):
+        factors = np.clip(np.rint(np.abs(extremes) / np.float32(8) / units) + np.float32(step), 1, 15)
+        factors = np.where(extremes > 0, -factors, factors).astype(np.float32)
+        quotients = np.clip(np.rint(groups / (factors * units)), -8, 7)
+        squares = np.square(quotients * (factors * units) - groups)
+        error = np.zeros_like(least)
+        for k in range(SMALL_GROUP):
+            error = error + squares[..., k]
+        is_better = error < least
+        found = np.where(is_better[..., None], quotients * factors, found)
+        least = np.where(is_better, error, least)
+    return found.reshape(len(weight), -1).astype(np.float32), scales
 
 
 class Layer:

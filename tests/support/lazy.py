@@ -11,6 +11,8 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks for such of each name in a module of tests.
+            raise AttributeError(name)
         return getattr(import_module(self._name), name)
 
 

@@ -9,18 +9,22 @@ from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from tests.support import postgresql as postgresql_server
+from tests.support.full import usually
 from tests.support.payload_ingest import Taps, listening
 from tests.support.payload_records import serving
 
+BOTH = ("sqlite", "postgresql")
 # For tests that look into the file.
 only_sqlite = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 
 
-def on_both_databases(metafunc, modules):
-    """Parametrizes the tests of some modules that take `store`; for `pytest_generate_tests`."""
-    chosen = metafunc.module.__name__.rpartition(".")[2] in modules and "store" in metafunc.fixturenames
+def on_both_databases(metafunc, usual, others):
+    """Parametrizes the tests of some modules that take `store`, of `others` with PostgreSQL in the long form only."""
+    module = metafunc.module.__name__.rpartition(".")[2]
+    chosen = module in (*usual, *others) and "store" in metafunc.fixturenames
     if chosen and not any("store" in mark.args[:1] for mark in metafunc.definition.iter_markers("parametrize")):
-        metafunc.parametrize("store", ["sqlite", "postgresql"], indirect=True)
+        databases = BOTH if module in usual else usually(("sqlite",), BOTH)
+        metafunc.parametrize("store", databases, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +47,7 @@ async def store(request, tmp_path):
 @pytest.fixture
 async def payload_log(store):
     """A stub of the logger's public service, which reads `store`."""
-    async with serving(PayloadLogServicer(store, Tails())) as target, open_channel(target, "logger") as channel:
+    async with serving(PayloadLogServicer(store, Tails(store))) as target, open_channel(target, "logger") as channel:
         yield headrace_pb2_grpc.PayloadLogStub(channel)
 
 

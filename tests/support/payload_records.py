@@ -1,7 +1,8 @@
 """Records for the logger's tests, and what its store has of them."""
 
 import uuid
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import grpc
 import sqlalchemy as sql
@@ -9,9 +10,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.dialects import sqlite
 
 from headrace.rpc.server.handlers import Interceptor
+from headrace_logger.read_limits import Readers
 from headrace_logger.store.filters import Filters
 from headrace_protos import headrace_pb2_grpc
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
+from tests.support.listening import listening
 
 SOURCE = str(uuid.uuid4())
 
@@ -88,6 +91,18 @@ async def numbers(store, limit=1000, **filters):
     return [number_of(one.record) async for one in found]
 
 
+@asynccontextmanager
+async def following(tails, caller="c", **filters):
+    """The records of a new tail, as they come."""
+    lend = partial(Readers().lend, caller)
+    async with (
+        tails.open(Filters(TailPayloadsRequest(**filters)), caller) as tail,
+        aclosing(tail.records(lend)) as serialized,
+        aclosing(PayloadRecord.FromString(each) async for each in serialized) as records,
+    ):
+        yield records
+
+
 def client(name, policy='{"role": "admin"}'):
     """The metadata that the gateway sets for a client's call."""
     return (("x-headrace-client", name), ("x-headrace-policy", policy))
@@ -105,12 +120,8 @@ async def serving(*services, options=()):
     server = grpc.aio.server(interceptors=(Interceptor("logger"),), options=options)
     for service in services:
         service.add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+    async with listening(server) as address:
+        yield address
 
 
 def explained(folder, statement):

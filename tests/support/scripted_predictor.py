@@ -286,21 +286,17 @@ def falls_silent(after=0):
 
 def alone(action):
     """The request's isolated turn begins before the action."""
-
-    async def begins(predictor, call):
-        yield _RUNS_ALONE
-        async with aclosing(action(predictor, call)) as counts:
-            async for count in counts:
-                yield count
-
-    return begins
+    return _behind(_RUNS_ALONE, action)
 
 
 def is_accepted(action):
     """The submission is accepted before the action."""
+    return _behind(_NOTHING, action)
 
+
+def _behind(first, action):
     async def begins(predictor, call):
-        yield _NOTHING
+        yield first
         async with aclosing(action(predictor, call)) as counts:
             async for count in counts:
                 yield count

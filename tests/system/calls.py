@@ -197,6 +197,13 @@ async def rest(gateway: str, method: str, path: str, body: Any = None, **headers
     return await asyncio.to_thread(http_request, gateway, method, path, body, named)
 
 
+async def post(stack: Any, path: str, body: Any, **headers: str) -> Answer:
+    """A request over REST that must succeed."""
+    answer = await rest(stack.gateway, "POST", path, body, **headers)
+    assert answer.status == 200, answer.body
+    return answer
+
+
 def web_frames(body: bytes) -> tuple[list[bytes], dict[str, str]]:
     """Messages and trailers of a gRPC-Web body, which may be unfinished."""
     messages, trailers, at = [], {}, 0

@@ -1,4 +1,4 @@
-"""A stack whose model generates tokens only on request; see gated_predictor.py."""
+"""A stack whose model generates tokens only on request; see faulty_predictor.py."""
 
 import socket
 import sys
@@ -23,7 +23,7 @@ async def gated_stack(
     stack = await start_stack(
         folder,
         {"models": "storyteller=models/storyteller", **(overrides or {})},
-        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": {"GATE_SOCKET": path}, **environment},
     )
     try:

@@ -44,13 +44,14 @@ async def generate(gateway: str, request: Request) -> Outcome:
     async with _channel(gateway, None) as channel:
         try:
             call = headrace_pb2_grpc.TextGenerationStub(channel).Generate(
-                _generate_request(request), timeout=request.timeout_s
+                _generate_request(request), timeout=request.timeout_s, metadata=request.metadata
             )
             async for _ in call:
                 begun = True
+            headers = dict(await call.initial_metadata())
         except grpc.aio.AioRpcError as error:
             return _grpc_outcome(error, begun)
-    return Outcome(grpc.StatusCode.OK, begun=begun)
+    return Outcome(grpc.StatusCode.OK, begun=begun, headers=headers)
 
 
 def text_request(request: Request) -> pb.ModelInferRequest:
@@ -68,7 +69,7 @@ def tensor_request(request: Request) -> pb.ModelInferRequest:
 
 
 def _infer_request(request: Request, model: str, tensor: Tensor) -> pb.ModelInferRequest:
-    message = pb.ModelInferRequest(model_name=model, model_version=request.version, id="r")
+    message = pb.ModelInferRequest(model_name=model, model_version=request.version, id=request.id)
     add_input(message, tensor)
     set_parameters(message.parameters, request.parameters)
     return message
@@ -96,7 +97,7 @@ def model_stream_infer(
         requests.put_nowait(build(request))
         errors: list[str] = []
         begun = False
-        metadata = (("triton_grpc_error", "true"),) if as_status else ()
+        metadata = (*request.metadata, *((("triton_grpc_error", "true"),) if as_status else ()))
         async with _channel(gateway, authority) as channel:
             call = GRPCInferenceServiceStub(channel).ModelStreamInfer(
                 _each(requests), timeout=request.timeout_s, metadata=metadata
@@ -105,18 +106,19 @@ def model_stream_infer(
                 async for response in call:
                     if response.error_message:
                         errors.append(response.error_message)
-                        assert response.infer_response.id == "r"
+                        assert response.infer_response.id == request.id
                         requests.put_nowait(build(Request()) if request.goes_on and len(errors) == 1 else None)
                     elif response.infer_response.parameters["triton_final_response"].bool_param:
                         requests.put_nowait(None)
                     elif not errors:
                         begun = True
+                headers = dict(await call.initial_metadata())
             except grpc.aio.AioRpcError as error:
                 return _grpc_outcome(error, begun)
             finally:
                 requests.put_nowait(None)
         if not errors:
-            return Outcome(grpc.StatusCode.OK, begun=begun)
+            return Outcome(grpc.StatusCode.OK, begun=begun, headers=headers)
         return Outcome(ON_STREAM if len(errors) == 1 else STREAM_LOST, None, errors[-1], None, begun)
 
     return way_in

@@ -1,4 +1,4 @@
-"""The predictor with slow models (slow_predictor.py) on a host of its own: in the network namespace NAMESPACE."""
+"""The predictor with slow models (faulty_predictor.py) on a host of its own: in the network namespace NAMESPACE."""
 
 import os
 
@@ -7,4 +7,4 @@ from tests.support.network import enter_namespace
 
 if __name__ == "__main__":
     enter_namespace(os.environ["NAMESPACE"])
-    __main__.main(prepare="tests.system.slow_predictor:prepare")
+    __main__.main(prepare="tests.system.faulty_predictor:prepare")

@@ -1,6 +1,7 @@
 """One request and its outcome, in terms that all ways into the stack share."""
 
 import asyncio
+import http.client
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,11 @@ TEXT_MODEL, TENSOR_MODEL = "storyteller", "tensors"
 
 @dataclass(frozen=True)
 class Request:
-    """A generation; `parameters` are sampling parameters. `goes_on`: whether the next request would be answered."""
+    """A generation; `parameters` are sampling parameters. `goes_on`: whether the next request would be answered.
+
+    `headers` are metadata over gRPC. `on_connection` gets the connection of a way over REST, which another thread may
+    break.
+    """
 
     model: str = TEXT_MODEL
     version: str = ""
@@ -21,13 +26,23 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": 2, "ignore_eos": True})
     timeout_s: float = 60.0
     goes_on: bool = True
+    headers: Mapping[str, str] = field(default_factory=dict)
+    on_connection: Callable[[http.client.HTTPConnection], None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.headers.get("x-request-id", "r")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self.headers.items())
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome for a client: `status` is gRPC's, HTTP's or that of a stream; `retry_after` is the header's text.
 
-    `begun`: whether a part of the answer came before.
+    `begun`: whether a part of the answer came before. `headers`: those of the answer, or its initial metadata.
     """
 
     status: grpc.StatusCode | int | str
@@ -35,6 +50,7 @@ class Outcome:
     message: str = ""
     retry_after: str | None = None
     begun: bool = False
+    headers: Mapping[str, Any] = field(default_factory=dict)
 
 
 # An error among the responses of a stream, which continues after it.

@@ -15,10 +15,11 @@ def rest(path: str, body: Callable[[Request], Any], shape: Callable[[Any], str],
     async def way_in(gateway: str, request: Request) -> Outcome:
         model = tensor_model(request) if takes_tensors else request.model
         where = path.format(model=f"{model}/versions/{request.version}" if request.version else model)
-        written, headers = body(request), {"x-timeout-ms": str(int(request.timeout_s * 1000))}
+        written, headers = body(request), {"x-timeout-ms": str(int(request.timeout_s * 1000)), **request.headers}
         if isinstance(written, bytes):
             headers["inference-header-content-length"] = str(written.index(b"\n") + 1)
-        return rest_outcome(await in_thread(http_request, gateway, "POST", where, written, headers), shape)
+        answer = await in_thread(http_request, gateway, "POST", where, written, headers, None, request.on_connection)
+        return rest_outcome(answer, shape)
 
     return way_in
 
@@ -31,10 +32,11 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
         internal = [name for name in answer.headers if name.startswith("grpc-") or name == "x-http-status"]
         assert not internal, internal
         message = shape(answer.json)
-        return Outcome(answer.status, answer.headers.get("x-failed-hop"), message, retry_after)
+        hop = answer.headers.get("x-failed-hop")
+        return Outcome(answer.status, hop, message, retry_after, headers=answer.headers)
     kind = answer.headers["content-type"].partition(";")[0]
     if kind not in ("text/event-stream", "application/x-ndjson"):
-        return Outcome(answer.status, begun=True)
+        return Outcome(answer.status, begun=True, headers=answer.headers)
     lines = [line.removeprefix("data: ") for line in answer.body.decode().split("\n")]
     pieces = [json.loads(line) for line in lines if line not in ("", "[DONE]") and not line.startswith("event: ")]
     errors = [piece for piece in pieces if piece.get("error") or piece.get("type") == "response.failed"]
@@ -42,7 +44,8 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
     assert not errors or "[DONE]" not in answer.body.decode()
     whole = {"response", "request_id"}  # What the shapes read beside the error itself.
     message = shape(errors[0] if whole & errors[0].keys() else {"error": errors[0]["error"]}) if errors else ""
-    return Outcome(answer.status, None, message, retry_after, begun=len(pieces) > len(errors))
+    begun = len(pieces) > len(errors)
+    return Outcome(answer.status, None, message, retry_after, begun, headers=answer.headers)
 
 
 def openai_shape(body: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from tests.random_encoders import save_random_encoder, save_random_type, save_words_tokenizer
 from tests.support.lazy import library, parts
-from tests.system.calls import records, rest
+from tests.system.calls import post, records, rest
 
 WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
 
@@ -85,12 +85,6 @@ async def stack(stacks, tmp_path_factory, embedder, classifier, cross_encoder, s
     }
     async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
         yield started
-
-
-async def post(stack, path, body, **headers):
-    answer = await rest(stack.gateway, "POST", path, body, **headers)
-    assert answer.status == 200, answer.body
-    return answer
 
 
 async def test_embeddings_are_those_of_the_model(stack, embedder):

@@ -17,8 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.endpoints import steps_port
 from headrace_protos import inference_pb2_grpc
+from headrace_runner.services import predictor_tuning
 from tests.support.forkserver import spawn
-from tests.support.free_ports import free_predictor_port
+from tests.support.free_ports import free_predictor_port, free_settings
 from tests.support.logger_process import free_port
 from tests.system.calls import text_request
 from tests.system.own_clients import client_passes, python_of
@@ -74,7 +75,9 @@ async def is_ok(container, probe, ports):
 @asynccontextmanager
 async def predictor(container, folder, ports):
     with (folder / "predictor.log").open("wb") as log:
-        variables = os.environ | mounted(container, folder / "predictor-spool", ports)
+        # With the tuning of a stack's predictors it is a fork of the same process.
+        tuning = predictor_tuning(free_settings(folder))
+        variables = tuning | os.environ | mounted(container, folder / "predictor-spool", ports)
         running = await spawn((sys.executable, "-m", "headrace_predictor"), variables, ROOT, log)
     try:
         yield running

@@ -60,13 +60,17 @@ async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[St
         f"/v1/models/{other}",
         f"/v2/models/{other}",
         f"/v2/models/{other}/config",
+        f"/v2/models/{other}/ready",
+        f"/v2/models/{other}/stats",
         "/v2/models/acme%2Fnormalizer",
     ):
         assert (await rest(stack.gateway, "GET", path, None, **bearer("alice"))).status == 403
         for name in ("root", "grace"):
             assert (await rest(stack.gateway, "GET", path, None, **bearer(name))).status == 200
     index = await rest(stack.gateway, "POST", "/v2/repository/index", {}, **bearer("alice"))
-    assert [model["name"] for model in index.json] == [MODEL]
+    statistics = await rest(stack.gateway, "GET", "/v2/models/stats", None, **bearer("alice"))
+    for models in (index.json, statistics.json["model_stats"]):
+        assert [model["name"] for model in models] == [MODEL]
     # The only model that it may use needs no name.
     assert (await rest(stack.gateway, "POST", "/v1/completions", {"prompt": "Once"}, **bearer("alice"))).status == 200
 

@@ -1,7 +1,6 @@
-"""The load test is started from Locust's page, by its form and in a browser, and its users see no failure.
+"""The load test is started from Locust's page by its form, and its users see no failure.
 
-A screenshot of the tab "Streams" is left in `.run/screenshots`. Without Chromium (Debian's package `chromium`)
-that test is skipped.
+In a browser it is in tests/slow/test_knee.py.
 """
 
 import asyncio
@@ -10,8 +9,7 @@ import importlib.util
 import pytest
 import pytest_asyncio
 
-from tests.support.chromium import needs_browser
-from tests.support.locust_page import check_report, fetch_json, load_in_browser, locust_page
+from tests.support.locust_page import check_report, fetch_json, locust_page
 from tests.waiting import until
 
 # Not importorskip: importing locust patches the process for gevent.
@@ -47,10 +45,3 @@ async def test_the_page_reads_that_a_load_has_stopped_and_not_that_it_is_about_t
             pass
         assert seen == "stopped"
         assert (await stop)["success"]
-
-
-@pytest.mark.full  # Its data: the form above. Also in tests/slow/test_knee.py.
-@needs_browser
-async def test_a_browser_starts_watches_and_stops_a_load(page):
-    report = await load_in_browser(page, "storyteller")
-    assert "window.streamsFigures" in report

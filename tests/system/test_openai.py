@@ -10,7 +10,7 @@ import pytest_asyncio
 from headrace_transformer.frontends.openai.generation_requests import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
-from tests.system.calls import records, rest
+from tests.system.calls import post, records, rest
 from tests.system.own_clients import client_passes
 
 STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
@@ -35,12 +35,6 @@ async def stack(stacks, tmp_path_factory, embedder):
     }
     async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
         yield started
-
-
-async def post(stack, path, body, **headers):
-    answer = await rest(stack.gateway, "POST", path, body, **headers)
-    assert answer.status == 200, answer.body
-    return answer
 
 
 async def test_openais_own_client_works_unchanged(stack):

@@ -47,7 +47,7 @@ async def test_pages_agree_with_our_own_metrics_under_load(new_stack, tmp_path):
     limits = {"PREDICTOR_MAX_RUNNING": str(PLACES), "PREDICTOR_MAX_ADAPTERS": "4"}
     stack = await new_stack(
         models=f"base={tmp_path / 'llama'}",
-        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
+        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
         environment={"predictor": limits | {"PREDICTOR_MODEL_REPOSITORY": str(tmp_path)}},
     )
     predictor, transformer = (stack.metrics_pages[kind][0][1] for kind in ("predictor", "transformer"))
@@ -80,9 +80,15 @@ async def test_pages_agree_with_our_own_metrics_under_load(new_stack, tmp_path):
         sample = picked(predictor)[ADAPTERS]
         assert sample.labels == {"max_lora": "4", "running_lora_adapters": adapters, "waiting_lora_adapters": ""}
         assert abs(sample.value - time.time()) < 60
+    cards = (await rest(stack.gateway, "GET", "/v1/models")).json["data"]
+    assert {card["id"]: card.get("parent") for card in cards} == {"base": None, "cook": "base"}
+    unload = "/v2/repository/models/base/unload"
+    refused = await rest(stack.gateway, "POST", unload, {})
+    assert (refused.status, "base of the adapters cook" in refused.json["error"]) == (400, True)
     for port in (predictor, transformer):
         assert {sample.name for sample in read_page(port)} > picked(port).keys() >= {RUNNING, WAITING, USAGE, ADAPTERS}
         check(port)
+    assert (await rest(stack.gateway, "POST", unload, {"parameters": {"unload_dependents": True}})).status == 200
 
 
 def check(port):

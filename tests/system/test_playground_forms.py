@@ -51,8 +51,8 @@ async def test_a_chat_has_turns_and_a_system_message_and_shows_the_models_prompt
 
 async def test_sixteen_requests_at_once_run_in_one_batch(stack, open_page):
     page = await open_page(stack.gateway)
-    await page.fill("[name=max_tokens]", "40")
-    await page.select_option("#pace", "20")
+    await page.fill("[name=max_tokens]", "25")
+    await page.select_option("#pace", "5")
     await page.fill("#prompt", "Tell me a story.")
     await page.click("#crowd")
     await expect(page.locator("#state-load")).to_have_text("16 running · 0 waiting")

@@ -78,7 +78,7 @@ async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
         "predictor": exporting | short_queue | {"SLOW_MS": "5"},
         "logger": exporting | {"LOGGER_SINKS": UNREACHABLE},
     }
-    commands = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
+    commands = {"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")}
     async with stacks.use(environment=environment, commands=commands) as stack:
         folder = tmp_path_factory.mktemp("prometheus")
         async with running_prometheus(stack.metrics_pages, folder, EVERY_S) as prometheus:

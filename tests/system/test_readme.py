@@ -188,6 +188,7 @@ def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 
+@pytest.mark.full  # The short forms: tests/process/test_loadtest.py, tests/system/test_load_test.py.
 def test_the_load_check_of_the_documentation_works(make_up):
     command = next(block for block in blocks("sh") if block.startswith("make load-check"))
     for documented, actual in ("-u 8 -r 8 -t 1m", "-u 2 -r 2 -t 3s"), ("TTFT <= 500 ms", "TTFT <= 5 s"):
@@ -205,13 +206,17 @@ def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
     assert number not in log
 
 
-@pytest.mark.parametrize("script", blocks("python"), ids=lambda script: re.findall(r"import (\w+)", script)[-1])
-def test_the_clients_of_the_readme_work(make_up, script):
-    output = run([python_of(), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
-    # On a busy machine one message may have many tokens.
-    assert len(output.split()) > 20
-    if "tritonclient" in script:
-        assert all(line.startswith("[b") for line in output.splitlines())
+def test_the_clients_of_the_readme_work(make_up):
+    scripts = [script.replace("127.0.0.1:8080", make_up.gateway) for script in blocks("python")]
+    # One process for all: importing a client takes seconds.
+    program = "import sys\nfor script in sys.argv[1:]:\n    exec(script, {})\n    print('\\0', end='')"
+    *outputs, end = run([python_of(), "-c", program, *scripts], make_up).split("\0")
+    assert end == ""
+    for script, output in zip(scripts, outputs, strict=True):
+        # On a busy machine one message may have many tokens.
+        assert len(output.split()) > 20, script
+        if "tritonclient" in script:
+            assert all(line.startswith("[b") for line in output.splitlines())
 
 
 def test_make_up_prints_every_address_on_request_and_a_call_that_works(make_up):

@@ -4,17 +4,13 @@ In development mode the predictor of a request can be killed by name; otherwise 
 listed.
 """
 
-import signal
-import time
-
 import grpc
 import pytest
 import pytest_asyncio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.calls import channel, each, generate, rest, serves
-from tests.waiting import until
+from tests.system.calls import channel, each, generate, rest
 
 MODELS = "storyteller=models/storyteller"
 PREDICTORS = ("predictor-0", "predictor-1")
@@ -47,28 +43,6 @@ async def listed(gateway):
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answer = await anext(aiter(stub.ServerReflectionInfo(each(request), timeout=30)))
         return [service.name for service in answer.list_services_response.service]
-
-
-async def test_readiness_does_not_flap_while_one_predictor_hangs(replicas):
-    async def both_known():
-        index = await rest(replicas.gateway, "POST", "/v2/repository/index", {})
-        return [(model["state"], model.get("reason", "")) for model in index.json] == [("READY", "")]
-
-    async def ready():
-        answer = await rest(replicas.gateway, "GET", "/v2/health/ready")
-        model = await rest(replicas.gateway, "GET", "/v2/models/storyteller/ready")
-        return answer.status, model.status
-
-    await until(both_known)  # Not only ready: the transformer has heard both.
-    await replicas.kill("predictor-1", signal.SIGSTOP)
-    try:
-        end = time.monotonic() + 6
-        while time.monotonic() < end:
-            assert await ready() == (200, 200)
-            assert await serves(replicas.gateway, "ready")
-    finally:
-        await replicas.kill("predictor-1", signal.SIGCONT)
-    await until(lambda: serves(replicas.addresses["predictor-1"], "ready"))
 
 
 async def test_no_predictor_is_killed_by_accident(replicas):

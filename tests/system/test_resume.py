@@ -30,7 +30,7 @@ AWAY_S, KEEP_ALIVE = (90, {}) if FULL else (3, {"TRANSFORMER_SSE_KEEP_ALIVE": "0
 REPEATS = 2 if FULL else 1
 # Less than an answer takes: an answer that cannot move meanwhile is handed back.
 SHORT_DRAIN = {"PREDICTOR_DRAIN_S": "0.5"}
-SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
+SLOW = {"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")}
 
 
 @pytest_asyncio.fixture(
@@ -39,14 +39,14 @@ SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
 )
 async def slow_stack(request, stacks, tmp_path_factory):
     """Predictors that are slow enough for a test to act between two tokens."""
-    away = tmp_path_factory.mktemp("faults") / "away"
+    faults = tmp_path_factory.mktemp("faults")
     environment = {
-        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(away)} | SHORT_DRAIN,
+        "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "FAULTS": str(faults)} | SHORT_DRAIN,
         # On a busy machine a predictor restarts slowly.
         "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "2"} | KEEP_ALIVE,
     }
     async with stacks.use(models=MODELS, predictors=request.param, commands=SLOW, environment=environment) as stack:
-        stack.away = away
+        stack.away = faults / "down"
         yield stack
 
 

@@ -8,6 +8,7 @@ import urllib.request
 from contextlib import AsyncExitStack
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from headrace.oip.tensors import Tensor
@@ -40,6 +41,7 @@ def in_gateway(stack):
     return {host["address"]["socket_address"]["port_value"]: host.get("priority", 0) for host in hosts}
 
 
+@pytest.mark.full  # The short form: tests/process/test_transformer_resolver.py.
 async def test_the_stack_follows_the_records_of_a_service(new_stack, predictors):
     first, second = (int(predictor.target.rpartition(":")[2]) for predictor in predictors)
     async with service_server() as server:

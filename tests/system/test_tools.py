@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headrace import __version__
-from tests.system.calls import records, rest
+from tests.system.calls import post, records, rest
 
 MODEL = {"model": "storyteller"}
 PARTS = "tokens", "token_logprobs", "top_logprobs"
@@ -15,12 +15,6 @@ PROMPT_IDS = [924, 410, 263, 453, 402, 263, 933, 19]  # "Tell me a story about a
 
 async def get(stack, path):
     return await rest(stack.gateway, "GET", path)
-
-
-async def post(stack, path, body, **headers):
-    answer = await rest(stack.gateway, "POST", path, body, **headers)
-    assert answer.status == 200, answer.body
-    return answer
 
 
 async def test_guidellm_checks_health_and_reads_usage_in_every_event(stack):

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import socket
 import sys
 import time
 from collections import Counter, defaultdict
@@ -14,7 +15,8 @@ import pytest_asyncio
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.system.calls import records
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
-from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
+from tests.system.request_outcome import Request
+from tests.system.traced_ways_in import MODEL, WAYS, TracedWay
 from tests.waiting import until
 
 PREDICT = "headrace.v1.PredictorSteps/Run"
@@ -53,12 +55,13 @@ OUTCOMES = {
     ),
     "killed": Outcome("completed", "OK", {"seed": HOLDS_LATER}, held=True),
 }
-# Every way in with an answer, and one of them with each other outcome; with FULL=1 all.
+# Every way in with an answer, one of them with each other outcome, and a cancel over gRPC too; with FULL=1 all.
 EVERY_OUTCOME = ("chat, events",)
 
 
 def row(way: str, outcome: str) -> Any:
-    return pytest.param(way, outcome, marks=[] if outcome == "ok" or way in EVERY_OUTCOME else pytest.mark.full)
+    is_usual = outcome == "ok" or way in EVERY_OUTCOME or (way, outcome) == ("Generate", "cancel")
+    return pytest.param(way, outcome, marks=[] if is_usual else pytest.mark.full)
 
 
 ROWS = [row(way, outcome) for way in WAYS for outcome in OUTCOMES if outcome != "killed"]
@@ -150,10 +153,17 @@ async def traced(stacks, tmp_path_factory):
 
 
 async def run(traced, way, outcome):
-    """Sends a request and causes the outcome; returns its ids, the answer's head and the metrics before it."""
+    """Sends a request and causes the outcome; returns its ids, the answer and the metrics before it."""
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     parameters = {"max_tokens": TOKENS, "ignore_eos": True, **OUTCOMES[outcome].parameters}
-    request = TracedRequest(f"mine-{caller}", f"00-{trace_id}-{caller}-01", parameters, OUTCOMES[outcome].timeout_s)
+    connections = []
+    request = Request(
+        parameters=parameters,
+        timeout_s=OUTCOMES[outcome].timeout_s,
+        goes_on=False,
+        headers={"x-request-id": f"mine-{caller}", "traceparent": f"00-{trace_id}-{caller}-01"},
+        on_connection=connections.append,
+    )
     await traced.stack.wait_ready(_RESTART_S)
     before, admitted = await traced.measured(), traced.admitted()
     traced.hold(OUTCOMES[outcome].held)
@@ -168,15 +178,23 @@ async def run(traced, way, outcome):
             [index] = [i for i, count in enumerate(traced.admitted()) if count > admitted[i]]
             await traced.stack.kill(f"predictor-{index}")
         if OUTCOMES[outcome].leaves:
-            request.leave()
+            leave(sending, connections)
         if outcome == "killed":
             traced.hold(False)
-        head = await sending
+        [answer] = await asyncio.gather(sending, return_exceptions=OUTCOMES[outcome].leaves)
         if OUTCOMES[outcome].held:
             await until(lambda: traced.has_left(trace_id), _RESTART_S)
     finally:
         traced.hold(False)
-    return trace_id, caller, request, head, before
+    return trace_id, caller, request, answer, before
+
+
+def leave(sending, connections):
+    """Ends a call as its caller would."""
+    if connections:
+        connections[0].sock.shutdown(socket.SHUT_RDWR)
+    else:
+        sending.cancel()
 
 
 def moved(after, before, name, of="count", service="headrace-", **attributes):
@@ -243,12 +261,12 @@ def names(span):
 @pytest.mark.parametrize(("way", "outcome"), ROWS)
 async def test_spans_and_metrics_of_each_outcome(traced, way, outcome):
     way, expected = WAYS[way], OUTCOMES[outcome]
-    trace_id, caller, request, head, before = await run(traced, way, outcome)
+    trace_id, caller, request, answer, before = await run(traced, way, outcome)
 
     chain = expected_chain(way, expected)
     spans = walk(await traced.tree(trace_id, caller, len(chain)), caller, len(chain))
     check_chain(spans, chain)
-    assert {span.attributes["headrace.request_id"] for span in spans} == {request.request_id}
+    assert {span.attributes["headrace.request_id"] for span in spans} == {request.id}
     check_transformer(way, expected, spans[1])
     if expected.called:
         client, predictor = spans[2], spans[3]
@@ -259,12 +277,12 @@ async def test_spans_and_metrics_of_each_outcome(traced, way, outcome):
             name for name in GENERATION_EVENTS if name != "first_token" or expected.tokens
         ]
         assert ("first_message" in names(client)) == bool(expected.tokens)
-    if head.headers and not expected.leaves:
-        assert head.headers["x-request-id"] == request.request_id
-        assert head.headers["traceparent"].split("-")[1] == trace_id
+    if not expected.leaves and answer.headers:
+        assert answer.headers["x-request-id"] == request.id
+        assert answer.headers["traceparent"].split("-")[1] == trace_id
     await check_commit(traced, trace_id, spans[1])
     after = await traced.measured()  # Before the query for the record, which is a call as well.
-    [record] = await records(traced.stack.gateway, request_id=request.request_id)
+    [record] = await records(traced.stack.gateway, request_id=request.id)
     check_metrics(way, expected, sum(bool(chunk.token_ids) for chunk in record.chunks), after, before)
 
 

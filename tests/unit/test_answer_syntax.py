@@ -18,6 +18,15 @@ MODELS = {
     "DeepSeek-R1": (("{{ messages }}",), ("</think>",), AnswerSyntax("", "think", False)),
     "Qwen3-Coder": ((TOOLS + "<tool_call>\n<function=",), (), AnswerSyntax("", "", True)),
     "GLM-4.5": ((TOOLS + "<tool_call><arg_key>",), (), AnswerSyntax("", "", True)),
+    "gpt-oss": (
+        (TOOLS + "<|start|>assistant<|channel|>final<|message|>",),
+        (),
+        AnswerSyntax("harmony", "harmony", True),
+    ),
+    "MiniMax-M3": ((TOOLS + '<tool_call><invoke name="',), (), AnswerSyntax("", "", True)),
+    "Apriel-1.5": ((TOOLS + "<tool_calls>[ <tool_call>",), (), AnswerSyntax("", "", True)),
+    "Hunyuan": ((TOOLS + "<tool_call>name<tool_sep>",), (), AnswerSyntax("", "", True)),
+    "Functionary 3.1": ((TOOLS + "<function=",), ("<|python_tag|>",), AnswerSyntax("", "", True)),
     "without a template": ((), ("</think>", "<|python_tag|>"), AnswerSyntax()),
 }
 
@@ -26,6 +35,15 @@ MODELS = {
 def test_the_format_is_found_in_the_models_files(model):
     templates, vocabulary, syntax = MODELS[model]
     assert syntax_of(templates, vocabulary.__contains__) == syntax
+
+
+def test_marks_are_what_may_be_a_token_of_the_vocabulary():
+    assert AnswerSyntax("hermes", "think").marks(with_tools=True) == [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ]
+    assert {*AnswerSyntax("", "harmony").marks(with_tools=False)} == {
+        *("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
+    }
 
 
 def test_the_settings_name_the_format_of_a_model():
@@ -47,3 +65,9 @@ def test_the_end_of_the_prompt_decides_about_reasoning(prompt, may_follow, is_op
     marks, opened = AnswerSyntax("", "think").reasoning_after(prompt)
     assert (marks is not None, opened) == (may_follow, is_open)
     assert AnswerSyntax("hermes").reasoning_after(prompt) == (None, False)
+
+
+def test_the_form_of_an_answer_that_is_continued_follows_no_channel():
+    syntax = AnswerSyntax("", "harmony")
+    assert syntax.reasoning_after("<|end|><|start|>assistant")[0] is not None
+    assert syntax.reasoning_after("<|start|>assistant<|channel|>final<|message|>Yes,") == (None, False)

@@ -1,13 +1,9 @@
-"""The name and policy of a caller, as the gateway passes them on; of models that its key lacks it learns nothing."""
-
-from types import SimpleNamespace
+"""The name and policy of a caller, as the gateway passes them on."""
 
 import pytest
 
 from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, caller_of, client_of
 from headrace.errors import ForbiddenError, UnauthenticatedError
-from headrace_protos import inference_pb2 as pb
-from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
 
 
 def test_without_a_name_a_call_may_do_everything():
@@ -57,61 +53,3 @@ def test_a_policy_that_cannot_be_read_allows_nothing(policy):
 )
 def test_callers_are_distinguished_by_name_or_by_the_address_that_the_gateway_saw(metadata, caller):
     assert caller_of(metadata) == caller
-
-
-ALICE = ((CLIENT, "alice"), (POLICY, '{"models":["small"]}'))
-MODELS = ("small", "large")
-
-
-class FakeRouter:
-    def find(self, name, version=""):
-        return SimpleNamespace(name=name)
-
-    def is_ready(self, name, version):
-        return True
-
-    def lists(self, name):
-        return True
-
-
-class FakeReplicas:
-    async def statistics(self, request):
-        found = [request.name] if request.name else MODELS
-        return pb.ModelStatisticsResponse(model_stats=[pb.ModelStatistics(name=name) for name in found])
-
-
-def servicer():
-    return InferenceServicer(
-        inference=None,
-        catalogue=SimpleNamespace(has_predictors=True),
-        router=FakeRouter(),
-        predictor=None,
-        replicas=FakeReplicas(),
-        pools={},
-    )
-
-
-def context(metadata):
-    return SimpleNamespace(invocation_metadata=lambda: metadata)
-
-
-async def is_ready(name, metadata):
-    return (await servicer().ModelReady(pb.ModelReadyRequest(name=name), context(metadata))).ready
-
-
-async def counts(name, metadata):
-    answer = await servicer().ModelStatistics(pb.ModelStatisticsRequest(name=name), context(metadata))
-    return [model.name for model in answer.model_stats]
-
-
-@pytest.mark.parametrize("ask", [is_ready, counts])
-async def test_readiness_and_statistics_are_of_the_models_of_a_key(ask):
-    assert await ask("small", ALICE)
-    assert await ask("large", ())
-    with pytest.raises(ForbiddenError, match="the key of alice does not allow the model large"):
-        await ask("large", ALICE)
-
-
-async def test_statistics_of_all_models_are_those_of_a_key():
-    assert await counts("", ALICE) == ["small"]
-    assert await counts("", ()) == list(MODELS)

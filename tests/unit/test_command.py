@@ -239,17 +239,6 @@ def test_the_bandwidth_of_the_memory_is_measured(monkeypatch: pytest.MonkeyPatch
     assert 1e7 < models.memory_bandwidth() < 1e13
 
 
-def test_a_model_that_cannot_be_pulled_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        main(["pull", "s3:///etc"])
-    assert capsys.readouterr().err == (
-        "'s3:///etc' is not s3://bucket/prefix, gs://…, az://… or oci://registry/repository:tag\n"
-    )
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

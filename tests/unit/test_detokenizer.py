@@ -214,17 +214,18 @@ def test_text_that_may_become_a_stop_string_is_held_back_no_longer_than_needed()
     assert finder.found
 
 
-def test_stop_strings_count_only_after_min_tokens():
+@pytest.mark.parametrize(("stop", "before"), [(" upon", "Once upon a time, Once"), ("ime,", "Once upon a t")])
+def test_stop_strings_count_only_where_they_end_after_min_tokens(stop, before):
     text = "Once upon a time, Once upon a day"
     ids = BYTE_LEVEL.encode(text).ids
     early = len(BYTE_LEVEL.encode("Once upon a time").ids)
-    detokenizer = Detokenizer(Decoder(BYTE_LEVEL), (), [" upon"], min_tokens=early)
+    detokenizer = Detokenizer(Decoder(BYTE_LEVEL), (), [stop], min_tokens=early)
     passed = ""
     for token_id in ids:
         passed += detokenizer.push(token_id)
         if detokenizer.stopped:
             break
-    assert passed == "Once upon a time, Once"
+    assert passed == before
 
 
 @pytest.mark.parametrize("stop", [" upon", "pon a", "time"])

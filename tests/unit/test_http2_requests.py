@@ -1,21 +1,8 @@
-"""How the HTTP server reads a request's head, and which method a path belongs to."""
+"""How the HTTP server reads a request's head."""
 
 import pytest
 
-from headrace.rpc.http2.methods import Argument, HttpMethod, MethodTable
 from headrace.rpc.http2.request import read_head
-from headrace.rpc.server.handlers import Interceptor
-
-
-async def _behaviour(request, context):
-    yield
-
-
-@pytest.fixture
-def table():
-    table = MethodTable(Interceptor("test"), lambda error: b"")
-    table.add(HttpMethod("a.B/Post", _behaviour), HttpMethod("a.B/Get", _behaviour, takes_body=False))
-    return table
 
 
 def head(*headers):
@@ -46,27 +33,3 @@ def test_the_deadline_is_read_from_the_grpc_timeout_header(value, timeout_s):
 @pytest.mark.parametrize("value", [b"", b"m", b"1", b"-1m", b"123456789m", b"1x", "\u0661m".encode()])
 def test_a_malformed_deadline_is_ignored(value):
     assert head(("grpc-timeout", value)).timeout_s is None
-
-
-@pytest.mark.parametrize(
-    ("verb", "path", "name", "argument"),
-    [
-        ("POST", "/a.B/Post", "a.B/Post", None),
-        ("POST", "/a.B/Post?x=1", "a.B/Post", None),
-        ("GET", "/a.B/Get", "a.B/Get", Argument("", {})),
-        ("GET", "/a.B/Get/m%20%C3%A9", "a.B/Get", Argument("m é", {})),
-        ("GET", "/a.B/Get?model=m", "a.B/Get", Argument("", {"model": "m"})),
-        ("GET", "/a.B/Get/%ff", "a.B/Get", Argument("\ufffd", {})),
-    ],
-)
-def test_a_path_finds_its_method(table, verb, path, name, argument):
-    method, _, found = table.find(verb, path)
-    assert (method.name, found) == (name, argument)
-
-
-@pytest.mark.parametrize(
-    ("verb", "path"),
-    [("GET", "/a.B/Post"), ("POST", "/a.B/Get"), ("POST", "/a.B/Post/x"), ("GET", "/a.B/Get/"), ("GET", ""), ("", "/")],
-)
-def test_an_unknown_path_or_verb_finds_no_method(table, verb, path):
-    assert table.find(verb, path) is None

@@ -42,19 +42,6 @@ def fetch(*files, patterns=("*.json",), show=lambda _: None):
     return fetch_listed("s3://bucket/m", patterns, lambda: Listing(DIGEST, files), show)
 
 
-def test_a_broken_download_continues_at_once_and_in_a_later_start():
-    remote = Remote(4, 3)
-    folder = fetch(remote.file)
-    assert ((folder / "config.json").read_bytes(), remote.offsets, folder.name) == (DATA, [0, 4, 7], DIGEST)
-    (folder / "config.json").unlink()
-    remote = Remote(4, 0, 0, 0)
-    with pytest.raises(StartupFault, match=r"s3://bucket/m cannot be reached: reset; .*MODELS_NETWORK=outer"):
-        fetch(remote.file)
-    assert not (folder / "config.json").exists()
-    fetch(remote.file)
-    assert ((folder / "config.json").read_bytes(), remote.offsets) == (DATA, [0, 4, 4, 4, 4])
-
-
 def test_two_that_want_the_same_share_one_download():
     started, proceed = threading.Event(), threading.Event()
     reads, reports = [], []
@@ -84,17 +71,6 @@ def test_two_that_want_the_same_share_one_download():
     assert (reads, reports) == ([0], ["another process fetches it"])
     folder = fetch(file)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
-
-
-def test_a_wrong_digest_or_size_keeps_nothing():
-    for file in (
-        RemoteFile("config.json", 10, lambda start: iter([b"9876543210"]), sha256(DATA).hexdigest()),
-        RemoteFile("config.json", 3, lambda start: iter([DATA])),
-        RemoteFile("config.json", 10, lambda start: iter([DATA]), is_current=lambda: False),
-    ):
-        with pytest.raises(StartupFault, match="the next attempt fetches it from its beginning"):
-            fetch(file)
-    assert (fetch(Remote().file) / "config.json").read_bytes() == DATA
 
 
 def test_a_full_disk_is_one_line_before_and_during_a_download(monkeypatch):

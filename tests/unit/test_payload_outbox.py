@@ -63,14 +63,6 @@ def test_a_damaged_byte_costs_its_frame_or_the_rest_of_the_segment(root, at, lef
     assert read(path, is_last=False) == left
 
 
-def test_a_frame_within_which_the_process_died_is_no_damage(root):
-    path = written(root, b"one", b"contents")
-    data = path.read_bytes()
-    path.write_bytes(data[:36] + bytes(33) + data[69:])  # The header is the last that is copied.
-    assert read(path) == [b"one"]
-    assert read(path, is_last=False) == [b"one", None]
-
-
 def test_an_outbox_is_bounded_and_has_room_once_segments_are_deleted(root):
     own, _ = open_outboxes(root, 1 << 20)
     appended = 0
@@ -102,16 +94,6 @@ def test_a_frame_may_be_larger_than_a_segment_and_one_without_room_takes_none_fr
 
 def no_room(*_):
     raise OSError(28, "No space left on device")
-
-
-def test_a_disk_without_room_refuses(root, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    own, _ = open_outboxes(root, 1 << 20)
-    assert not own.append(WHOLE, ID, b"a")
-    assert own.refusal == DISK
-    monkeypatch.undo()
-    own.prepare(0)
-    assert own.append(WHOLE, ID, b"a")
 
 
 @pytest.mark.parametrize("reason", [FULL, DISK])

@@ -44,12 +44,12 @@ class Strict(TextTokenizer):
     ],
 )
 async def test_a_template_that_takes_the_system_first_gets_all_its_messages_there(messages, text):
-    assert await Strict().render(Chat(messages), 9, None, None) == text
+    assert await Strict().render(Chat(messages), 9, None) == text
 
 
 async def test_another_refusal_of_a_template_stays():
     with pytest.raises(InvalidRequestError, match="must be the first"):
-        await Strict().render(Chat([("user", "a"), ("system", "")]), 9, None, None)
+        await Strict().render(Chat([("user", "a"), ("system", "")]), 9, None)
 
 
 @pytest.mark.parametrize(("context", "kept"), [(9, "s u1 a1 u2 a2 u3"), (6, "s u2 a2 u3"), (4, "s u3"), (2, None)])
@@ -104,6 +104,56 @@ def test_a_template_gets_arguments_as_an_object_or_as_their_text(template):
     else:
         others = [f"arguments={text};" for text in texts[2:]]
         assert text == " ".join(["id=123456789012345678901;", "", *others, ""])
+
+
+# Of each kind: the arguments as an object that is written as JSON, as a text, and as a text beside no content.
+CALLING = {
+    "object": "{% for c in m.tool_calls or [] %}[{{ c.function.name }}|{{ c.function.arguments | tojson }}]"
+    "{% endfor %}",
+    "added text": "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + '|' + c.function.arguments + ']' }}"
+    "{% endfor %}",
+    "written text": "{% for c in m.tool_calls or [] %}[{{ c.function.name }}|{{ c.function.arguments }}]{% endfor %}",
+    "no empty message": "{% if m.tool_calls %}{% for c in m.tool_calls %}[{{ c.function.name }}|"
+    "{{ c.function.arguments | tojson }}]{% endfor %}{% endif %}"
+    "{% if m.content is not none %}{{ '|' if m.tool_calls }}{{ m.content }}{% endif %};",
+    "no content": "{% if m.content is none %}{% for c in m.tool_calls %}{{ '[' + c.function.name + '|' +"
+    " c.function.arguments + ']' }}{% endfor %};{% else %}{{ m.content }};{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", CALLING)
+def test_calls_are_written_in_the_form_that_a_template_reads(template):
+    calls = [{"function": {"name": name, "arguments": '{"a": "é", "b": null}'}} for name in ("f", "g")]
+    messages = [("user", "U"), ("assistant", "", json.dumps({"tool_calls": calls})), ("tool", "T")]
+    writes = "{{ m.content }};" if "none" not in CALLING[template] else ""
+    written = f"{{{{ tools | tojson }}}}{{% for m in messages %}}{CALLING[template]}{writes}{{% endfor %}}"
+    wanted = '["f", "g"]U;[f|{"a": "é", "b": null}][g|{"a": "é", "b": null}];T;'
+    assert chat_templates.rendered(messages, '["f", "g"]', "m", written, {}) == wanted
+
+
+ONLY_ONE = (
+    "{% for m in messages %}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}RULE"
+    "{{ m.thinking or m.content }}[{{ f.name }}{{ f.arguments | tojson }}]"
+    "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}",
+        "{% if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}",
+    ],
+)
+def test_a_template_of_single_calls_gets_each_with_its_result(rule):
+    calls = [{"id": city, "function": {"name": "f", "arguments": f'{{"a": "{city}"}}'}} for city in ("Bonn", "Rome")]
+    thought = "content" if "length" in rule else "thinking"
+    fields = {"tool_calls": calls, "reasoning_content": "Hm." if thought == "thinking" else None}
+    messages = [("user", "U"), ("assistant", "I look.", json.dumps(fields))]
+    messages += [("tool", city, json.dumps({"tool_call_id": city})) for city in ("Rome", "Bonn")]
+    text = chat_templates.rendered(messages, "", "m", ONLY_ONE.replace("RULE", rule), {})
+    before = "I look." if thought == "content" else "Hm.\nI look."
+    assert text == f'U;{before}[f{{"a": "Bonn"}}]Bonn;[f{{"a": "Rome"}}]Rome;'
 
 
 WHOLE, PARTS = "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"

@@ -124,19 +124,6 @@ def test_an_encoder_s_prompt_is_never_cut():
     assert step(scheduler) == [(first, 21, 1), (second, 0, 21)]
 
 
-def test_without_free_blocks_the_newest_sequence_is_preempted_and_the_oldest_continues():
-    scheduler = scheduler_of(blocks=4)
-    old, new = added(scheduler, sequence(7, 9), sequence(7, 9))
-    while scheduler.preempted == 0:
-        assert step(scheduler)[0][0] is old
-    assert (scheduler.running, scheduler.waiting) == ([old], [new])
-    assert new.blocks == []
-    for _ in range(30):
-        step(scheduler)
-    assert (len(old.output_ids), len(new.output_ids)) == (9, 9)
-    assert scheduler.blocks.free == scheduler.blocks.total
-
-
 def test_the_second_of_two_equal_prompts_waits_for_the_first_ones_blocks():
     scheduler = scheduler_of(step_tokens=8)
     first, second, other = added(scheduler, sequence(range(10)), sequence(range(10)), sequence(2))
@@ -145,15 +132,6 @@ def test_the_second_of_two_equal_prompts_waits_for_the_first_ones_blocks():
     assert step(scheduler) == [(first, 8, 2), (second, 8, 2), (other, 0, 2)]
     assert second.blocks[:2] == first.blocks[:2]
     assert second.cached_tokens == 8
-
-
-def test_a_sequence_that_waits_for_anothers_block_continues_when_the_other_is_cancelled():
-    scheduler = scheduler_of(step_tokens=8)
-    first, second = added(scheduler, sequence(range(20)), sequence(range(20)))
-    assert step(scheduler) == [(first, 0, 8)]
-    assert step(scheduler) == [(first, 8, 8)]
-    scheduler.remove(first)
-    assert step(scheduler) == [(second, 16, 4)]
 
 
 def test_a_shortage_of_memory_reduces_steps_then_running_sequences_then_fails_one():
@@ -185,18 +163,6 @@ def test_after_a_shortage_steps_grow_again():
     for _ in range(1000):
         scheduler.regain()
     assert (scheduler.step_tokens, scheduler.max_running) == (64, 4)
-
-
-def test_an_isolated_sequence_has_every_step_until_its_token_and_the_others_keep_their_blocks():
-    scheduler = scheduler_of(blocks=60, step_tokens=8)
-    decoding, prompt = added(scheduler, sequence(4, 9), sequence(30, 9))
-    step(scheduler)
-    held = {one: (list(one.blocks), one.computed) for one in (decoding, prompt)}
-    (alone,) = added(scheduler, sequence(20, 9, alone=True))
-    assert [step(scheduler) for _ in range(3)] == [[(alone, 0, 8)], [(alone, 8, 8)], [(alone, 16, 4)]]
-    assert {one: (list(one.blocks), one.computed) for one in (decoding, prompt)} == held
-    rows = step(scheduler)
-    assert {row[0] for row in rows} == {decoding, prompt, alone}
 
 
 def test_an_isolated_sequence_waits_for_its_turn_and_is_not_overtaken():

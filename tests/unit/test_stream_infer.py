@@ -56,11 +56,6 @@ async def test_a_slow_request_does_not_delay_another():
     assert order == ["fast", "fast", "slow", "slow"]
 
 
-async def test_the_last_response_is_marked():
-    responses = await collect(multiplex(sent(request("a")), two_parts, False))
-    assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, True]
-
-
 async def test_the_empty_final_response_comes_if_it_is_requested():
     responses = await collect(multiplex(sent(request("a", empty_final=True)), two_parts, False))
     assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
@@ -127,23 +122,6 @@ async def test_a_request_without_responses_gets_the_empty_final_one():
     responses = await collect(multiplex(sent(request("a", empty_final=True), request("b")), nothing, False))
     assert [r.infer_response.id for r in responses] == ["a"]
     assert responses[0].infer_response.parameters[FINAL].bool_param
-
-
-async def test_half_close_ends_the_call_after_the_last_answer():
-    release, request_ids = asyncio.Event(), []
-
-    async def answer(message):
-        request_ids.append(message.id)
-        await release.wait()
-        async for response in two_parts(message):
-            yield response
-
-    ending = asyncio.create_task(collect(multiplex(sent(request("a"), request("b")), answer, False)))
-    await until(lambda: len(request_ids) == 2)
-    assert not ending.done()
-    release.set()
-    ids = [response.infer_response.id for response in await ending]
-    assert sorted(ids) == ["a", "a", "b", "b"]
 
 
 async def test_answers_of_many_requests_keep_their_own_order():

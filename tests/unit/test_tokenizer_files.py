@@ -82,7 +82,7 @@ def test_tokens_that_only_the_configuration_has_are_added(folder):
     read = read_tokenizer(folder)
     ids = read.backend.encode("a<think><|im_end|> b <tool>", add_special_tokens=False).ids
     assert ids == [read.backend.token_to_id(token) for token in ("a", "<think>", "<|im_end|>", "b", "<tool>")]
-    assert (read.backend.token_to_id("<think>"), read.eos_id) == (size, size + 1)
+    assert (read.backend.token_to_id("<think>"), read.end_ids) == (size, {size + 1})
     assert special_ids(read) == {"<unk>", "<s>", "</s>", "<|im_end|>", "<tool>", "<i>"}
     assert read.special_tokens == {"eos_token": "<|im_end|>", "image_token": "<i>"}
 
@@ -146,6 +146,8 @@ def test_special_tokens_are_split_if_the_configuration_says_so(folder):
 
 def test_chat_templates_are_read_from_each_place(folder):
     assert read_tokenizer(folder).templates == {}
+    configure(folder, "processor_config.json", chat_template="of an old processor")
+    assert read_tokenizer(folder).templates == {"default": "of an old processor"}
     configure(folder, "chat_template.json", chat_template="of a processor")
     assert read_tokenizer(folder).templates == {"default": "of a processor"}
     configure(folder, chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}])

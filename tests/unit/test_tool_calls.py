@@ -7,11 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_transformer.text.answer_parser import REASONING_FORMATS, AnswerParser, ReasoningParser
+from headrace_transformer.text.answer_parser import REASONING_FORMATS, AnswerParser, AnswerSyntax, ReasoningParser
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning, merged
 from headrace_transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 NAMES = ("weather", "add")
+TOOLS = ToolUse(tuple(ToolFunction(name, "{}", "{}") for name in NAMES))
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, {"x": "}\\"{"}]}'
 WEATHER = f'{{"name": "weather", "arguments": {PARIS}}}'
 OTHER = f'{{"name":"add","parameters":{ROME}}}'
@@ -38,7 +40,7 @@ def parts_of(pieces, *arguments, flush=True, **options):
     return merged(parts)
 
 
-def simple(parts):
+def simple(parts, call_id="call-{}"):
     """Content as text, reasoning as ("reasoning", text), calls as (name, arguments)."""
     found, arguments = [], {}
     for part in parts:
@@ -47,7 +49,7 @@ def simple(parts):
         elif isinstance(part, Reasoning):
             found.append(("reasoning", part.text))
         elif isinstance(part, CallStart):
-            assert part.id == f"call-{part.number}"
+            assert call_id is None or part.id == call_id.format(part.number)
             assert part.number == len(arguments)
             arguments[part.number] = ""
             found.append((part.name, part.number))
@@ -262,6 +264,54 @@ def test_only_the_first_call_is_kept_on_request():
 def test_reasoning_comes_before_the_answer(text, is_open, parts):
     for pieces in ([text], text):
         assert simple(parts_of(pieces, None, reasoning="think", is_open=is_open)) == parts
+
+
+FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+CALL = f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ROME}"
+NEXT = "<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (f"{THOUGHT}Hm.{NEXT}{FINAL}Yes.", [("reasoning", "Hm."), "Yes."]),
+        (f"{FINAL}Yes.", ["Yes."]),
+        (f"{THOUGHT}Hm.<|end|><|start|>ass", [("reasoning", "Hm.")]),
+        (f"{THOUGHT}Hm.{NEXT}{THOUGHT}So.{NEXT}{FINAL}Yes.<|return|>", [("reasoning", "Hm.\nSo."), "Yes."]),
+        (f"{FINAL}Yes.{NEXT}{FINAL}And no.", ["Yes.\nAnd no."]),
+        (f"{THOUGHT}Hm.{NEXT}{CALL}<|call|>", [("reasoning", "Hm."), ("add", ROME)]),
+        (f"{CALL}{NEXT} to=functions.weather<|channel|>commentary json<|message|>", [("add", ROME), ("weather", "{}")]),
+        (" to=functions.add<|channel|>analysis json<|message|>{", [("add", "{")]),
+        (f"<|channel|>commentary<|message|>I add.{NEXT}{CALL}", ["I add.", ("add", ROME)]),
+        ("<|channel|>commentary to=python<|message|>1 + 1", [("reasoning", "1 + 1")]),
+        (f"Yes.{NEXT}{THOUGHT}", ["Yes."]),
+        ("to=5", ["to=5"]),
+        ("<|channel|>ana", []),
+        (f"<|channel|>{'x' * 600}<|message|>", [f"<|channel|>{'x' * 600}<|message|>"]),
+        (" 1 <|", [" 1 <|"]),
+        (" ", [" "]),
+    ],
+)
+def test_messages_of_gpt_oss_are_reasoning_calls_and_answer(text, parts):
+    for pieces in ([text], text):
+        made = AnswerSyntax("harmony", "harmony").parser("<|start|>assistant", TOOLS, 1)
+        found = []
+        for piece in pieces:
+            made.push(piece)
+            found += made.taken().parts
+        made.flush()
+        assert simple(merged(found + made.taken().parts), call_id=None) == parts
+
+
+def test_without_functions_a_call_of_gpt_oss_is_text():
+    syntax = AnswerSyntax("harmony", "harmony")
+    assert syntax.parts_of(f"{CALL}<|call|>", "", None, 1) == [Content(ROME)]
+    assert syntax.parts_of("So.", "assistant<|channel|>analysis<|message|>", None, 1) == [Reasoning("So.")]
+
+
+def test_reasoning_of_gpt_oss_that_the_settings_leave_in_the_text_stays_there_beside_calls():
+    parts = AnswerSyntax("harmony", "").parts_of(f"{THOUGHT}Hm.{NEXT}{CALL}<|call|>", "<|start|>assistant", TOOLS, 1)
+    assert simple(parts, call_id=None) == ["Hm.", ("add", ROME)]
 
 
 def test_calls_in_the_reasoning_are_none_and_its_tokens_are_counted():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError, TooLargeError
 from headrace_protos import inference_pb2 as pb
-from headrace_protos import model_config_pb2
 from headrace_transformer.frontends.v2_rest import documents, infer_body
 from headrace_transformer.frontends.v2_rest.infer_body import inflated, is_small
 
@@ -20,44 +19,6 @@ unload_request = partial(documents.repository_request, pb.RepositoryModelUnloadR
 
 def posted(value):
     return json.dumps(value).encode()
-
-
-def test_metadata_has_every_field():
-    tensor = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="FP32", shape=[-1, 3])
-    message = pb.ModelMetadataResponse(name="m", versions=["1"], inputs=[tensor])
-    assert documents.plain(message) == {
-        "name": "m",
-        "versions": ["1"],
-        "platform": "",
-        "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}],
-        "outputs": [],
-    }
-
-
-def test_a_configuration_has_enumerations_by_name_maps_and_set_fields_only():
-    config = model_config_pb2.ModelConfig(name="m", max_batch_size=4)
-    config.input.add(name="x", data_type=model_config_pb2.TYPE_FP32, dims=[2**40])
-    config.parameters["kind"].string_value = "v"
-    config.model_transaction_policy.decoupled = True
-    document = documents.plain(config)
-    assert (document["name"], document["max_batch_size"]) == ("m", 4)
-    assert document["input"][0]["data_type"] == "TYPE_FP32"
-    assert document["input"][0]["dims"] == [2**40]
-    assert document["parameters"] == {"kind": {"string_value": "v"}}
-    assert document["model_transaction_policy"] == {"decoupled": True}
-    assert "dynamic_batching" not in document
-    assert json.loads(json.dumps(document)) == document
-
-
-def test_statistics_have_all_counters_as_numbers():
-    statistics = pb.ModelStatistics(name="m", version="1", inference_count=2**40)
-    statistics.inference_stats.success.count = 2
-    (model,) = documents.plain(pb.ModelStatisticsResponse(model_stats=[statistics]), unset=True)["model_stats"]
-    assert model["inference_count"] == 2**40
-    assert model["inference_stats"]["success"] == {"count": 2, "ns": 0}
-    assert model["inference_stats"]["cache_miss"] == {"count": 0, "ns": 0}
-    assert model["batch_stats"] == []
-    assert model["response_stats"] == {}
 
 
 def test_an_index_leaves_out_unknown_fields():
