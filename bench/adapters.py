@@ -30,6 +30,7 @@ from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.steps_pb2 import Submission
+from tests.support.in_process_engine import submit
 
 _RANDOM = random.Random(1)  # noqa: S311
 _MODELS = ("llama-10M", "OPT-125M")
@@ -109,10 +110,11 @@ async def _repeat(engine: ContinuousBatchingEngine, adapter: int) -> None:
     while True:
         prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
         sampling = SamplingParameters(max_tokens=_TOKENS, temperature=0.0, seed=1, chunk_ms=1000)
-        slot = engine.submit(
+        slot = submit(
+            engine,
             Submission(
                 request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode(), adapter=adapter
-            )
+            ),
         )
         try:
             while (await slot.read()).finish_reason is None:

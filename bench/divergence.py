@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from bench.runs import parser, write
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.interface import Engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.steps_pb2 import Submission
+from tests.support.in_process_engine import submit
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -69,8 +70,8 @@ async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dic
     return counts
 
 
-async def _generate(engine: Engine, request: Submission) -> list[int]:
-    slot = engine.submit(request)
+async def _generate(engine: ContinuousBatchingEngine, request: Submission) -> list[int]:
+    slot = submit(engine, request)
     ids: list[int] = []
     while True:
         chunk = await slot.read()

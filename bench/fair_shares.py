@@ -25,6 +25,7 @@ from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.steps_pb2 import Submission
+from tests.support.in_process_engine import submit
 
 _RANDOM = random.Random(1)  # noqa: S311
 _HEAVY = 200
@@ -86,8 +87,9 @@ async def _repeat(engine: ContinuousBatchingEngine, client: str) -> None:
 async def _first_token_s(engine: ContinuousBatchingEngine, client: str, tokens: int) -> float:
     prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
     sampling = SamplingParameters(max_tokens=tokens, temperature=0.0, seed=1, chunk_ms=1000)
-    slot = engine.submit(
-        Submission(request_id=client, prompt_ids=prompt, sampling=sampling.model_dump_json().encode(), client=client)
+    slot = submit(
+        engine,
+        Submission(request_id=client, prompt_ids=prompt, sampling=sampling.model_dump_json().encode(), client=client),
     )
     try:
         while (await slot.read()).finish_reason is None:

@@ -1,11 +1,11 @@
 """What one forward pass for all rows gives: tokens a second of families of models, and of the same one row at a time.
 
-Published architectures in shapes of 50 to 100 million parameters with random weights, float32, one thread, each setting
-by default; a step of Mamba 2 is ours (mamba.py) in both engines. All callers send a request at once, 32 tokens in, 64
-out, greedy, of random ids, and are measured until the last one has its answer: a part of that would have another share
-of prompts than of outputs. Both engines of a family are in one process; a round measures each case with both, one after
-the other, in random order. Seconds are those of the process's processor time, callers included, so that other processes
-of the machine hardly matter.
+The families of bench/architectures.py, float32, one thread, each setting by default; a step of Mamba 2 is ours
+(mamba.py) in both engines. All callers send a request at once, 32 tokens in, 64 out, greedy, of random ids, and are
+measured until the last one has its answer: a part of that would have another share of prompts than of outputs. Both
+engines of a family are in one process; a round measures each case with both, one after the other, in random order.
+Seconds are those of the process's processor time, callers included, so that other processes of the machine hardly
+matter.
 
 `python -m bench.families` writes bench/results/families.json; over two minutes for each family. `--only` measures
 some families and keeps what the file has of the others.
@@ -15,15 +15,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers as hf
 
+from bench.architectures import FAMILIES, untrained
 from bench.runs import machine, parser, write
 from bench.statistics import estimate, paired_ratios
 from headrace.sampling import SamplingParameters
@@ -32,107 +30,21 @@ from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.steps_pb2 import Submission
+from tests.support.in_process_engine import submit
 
 _RANDOM = random.Random(1)  # noqa: S311
 _STREAMS = (1, 8)
 _PROMPT_TOKENS, _TOKENS, _WARM_UP_TOKENS = 32, 64, 2
-_COMMON: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 512, "max_position_embeddings": 2048}
-_ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-_EXPERTS = {"num_experts_per_tok": 4, "n_routed_experts": 16, "num_local_experts": 16}
-_DELTA = {
-    "num_hidden_layers": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-}
-_MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 128}
-_SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": 16384,
-    "d_model": 512,
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-    "encoder_attention_heads": 8,
-    "decoder_attention_heads": 8,
-    "encoder_ffn_dim": 2048,
-    "decoder_ffn_dim": 2048,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-    "max_position_embeddings": 512,
-}
-_CONFIGS: dict[str, Callable[[], Any]] = {
-    "Gemma 2": partial(hf.Gemma2Config, **_COMMON, **_ENDLESS, **_HEADS, num_hidden_layers=12, intermediate_size=2048),
-    "GPT-OSS": partial(
-        hf.GptOssConfig, **_COMMON, **_ENDLESS, **_HEADS, **_EXPERTS, num_hidden_layers=8, intermediate_size=384
-    ),
-    "DeepSeek V3": partial(
-        hf.DeepseekV3Config,
-        **_COMMON,
-        **_ENDLESS,
-        **_EXPERTS,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=1536,
-        moe_intermediate_size=256,
-        q_lora_rank=256,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
-    "Qwen3.5": partial(hf.Qwen3_5TextConfig, **_COMMON, **_ENDLESS, **_HEADS, **_DELTA, intermediate_size=2048),
-    "Qwen3-Next": partial(
-        hf.Qwen3NextConfig,
-        **_COMMON,
-        **_ENDLESS,
-        **_HEADS,
-        **_DELTA,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=256,
-        shared_expert_intermediate_size=256,
-    ),
-    "Granite 4": partial(
-        hf.GraniteMoeHybridConfig,
-        **_COMMON,
-        **_ENDLESS,
-        **_MAMBA,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        num_local_experts=0,
-        shared_intermediate_size=2048,
-        layer_types=(["mamba"] * 5 + ["attention"]) * 2,
-    ),
-    "Falcon-H1": partial(
-        hf.FalconH1Config,
-        **_COMMON,
-        **_ENDLESS,
-        **_HEADS,
-        **_MAMBA,
-        num_hidden_layers=12,
-        mamba_d_ssm=1024,
-        intermediate_size=1536,
-    ),
-    "BLOOM": partial(hf.BloomConfig, vocab_size=16384, hidden_size=512, n_layer=14, n_head=8, **_ENDLESS),
-    "BART": partial(hf.BartConfig, **_SEQ2SEQ),
-    "NLLB": partial(hf.M2M100Config, **_SEQ2SEQ),
-}
 
 
 def main() -> None:
     options = parser(__doc__, "families")
     options.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
-    options.add_argument("--only", nargs="+", choices=_CONFIGS, default=_CONFIGS, help="families (default all)")
+    options.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, help="families (default all)")
     given = options.parse_args()
     torch.set_num_threads(1)
     kept = json.loads(given.out.read_text()) if given.out.exists() else {}
-    report = {name: kept[name] for name in _CONFIGS if name in kept}
+    report = {name: kept[name] for name in FAMILIES if name in kept}
     for name in given.only:
         report[name] = asyncio.run(_measure(name, given.rounds))
         for case, found in report[name]["ratios"].items():
@@ -144,16 +56,14 @@ def main() -> None:
 
 async def _measure(name: str, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    config = _CONFIGS[name]()
-    auto: Any = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32).eval()
+    model = untrained(name, torch.float32).eval()
     size = model.num_parameters()
     rates: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
         # One row first: the other runner packs the weights.
         with patch.object(Proof, "_fault", lambda *_: "measured"), patch.object(Proof, "_batched_runner", _no_runner):
             engines = {"one row": _engine(name, model, stack)}
-        again = auto.from_config(_CONFIGS[name](), dtype=torch.float32).eval()
+        again = untrained(name, torch.float32).eval()
         again.load_state_dict(model.state_dict())
         together = _engine(name, again, stack)
         engines[together.description["runner"]] = together
@@ -194,8 +104,8 @@ async def _rate(engine: ContinuousBatchingEngine, streams: int, tokens: int) -> 
 async def _answer(engine: ContinuousBatchingEngine, tokens: int) -> None:
     prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
     sampling = SamplingParameters(max_tokens=tokens, temperature=0.0, seed=1, chunk_ms=1000)
-    slot = engine.submit(
-        Submission(request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode())
+    slot = submit(
+        engine, Submission(request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode())
     )
     while (await slot.read()).finish_reason is None:
         pass

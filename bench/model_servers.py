@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bench.architectures import CONFIGS, SHAPES, make, parameters
+from bench.architectures import FAMILIES, config_of, make, parameters
 from bench.cases import VLLM
 from bench.contenders import CONTENDERS, ROOT
 from bench.llama_cpp import gguf_file, llama_server, make_model, weight_bytes
@@ -22,7 +22,8 @@ from bench.vllm_server import vllm_server
 from headrace_predictor.settings import PredictorSettings
 
 STATE = ROOT / ".run" / "bench"
-SMALL = "llama-10M"
+# Their vocabulary is the words of bench/architectures.py. llama.cpp does not get them.
+SMALL = ("llama-10M", *FAMILIES)
 DEFAULT = "default"
 _BOTH_CORES = {"PREDICTOR_THREADS": "2"}
 OURS: dict[str, dict[str, str]] = {
@@ -34,8 +35,8 @@ OURS: dict[str, dict[str, str]] = {
 LLAMA_CPP = {f"llama.cpp-{weights}": weights for weights in ("bf16", "q8_0", "q4_k_m")}
 NAMES = (*OURS, *LLAMA_CPP, VLLM)
 # Of layers and of heads; a group of 32 has a scale of 2 bytes.
-_BYTES_A_WEIGHT = {"bf16": (2.0, 2.0), "int8": (1.0, 1.0), "int4": (0.5 + 2 / 32, 1.0), VLLM: (2.0, 2.0)}
-_VLLM_CONTEXT = 4096
+_BYTES_A_WEIGHT = {"bf16": (2.0, 2.0), "int8": (1.0, 1.0), "int4": (0.5 + 4 / 128, 1.0), VLLM: (2.0, 2.0)}
+_VLLM_CONTEXT, _SMALL_CONTEXT = 4096, 2048
 
 
 class Server(NamedTuple):
@@ -69,9 +70,9 @@ def absent_reasons(names: Sequence[str], llama_cpp: Path | None) -> dict[str, st
 
 def make_files(model: Path, names: Sequence[str], llama_cpp: Path | None) -> None:
     """Makes a model, and the files of it that contenders need, where they are missing."""
-    if model.name == SMALL:
+    if model.name in SMALL:
         if not model.is_dir():
-            make(SMALL, model)
+            make(model.name, model)
         return
     if llama_cpp:
         make_model(model.name, model, llama_cpp)
@@ -92,7 +93,7 @@ async def start_server(name: str, place: Place) -> AsyncIterator[Server]:
     elif name == VLLM:
         environment = {"VLLM_CACHE_ROOT": str(place.cache), "TORCHINDUCTOR_CACHE_DIR": str(place.cache / "inductor")}
         environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 2) - 1}"
-        context = ("--max-model-len", str(_VLLM_CONTEXT))
+        context = ("--max-model-len", str(_SMALL_CONTEXT if model in FAMILIES else _VLLM_CONTEXT))
         async with vllm_server(place.model, model, log, *context, environment=environment) as server:
             yield Server(server.address, {name: server.pid}, model)
     else:
@@ -114,7 +115,7 @@ def weight_bytes_a_token(name: str, place: Place) -> float:
     """The bytes of weights that a token reads; 0 if that is not known."""
     if name in LLAMA_CPP:
         return weight_bytes(place.model, LLAMA_CPP[name], place.llama_cpp)
-    config = (CONFIGS | SHAPES)[place.model.name]
+    config = config_of(place.model.name)
     of_layer, of_head = _BYTES_A_WEIGHT.get(name, (0.0, 0.0))
     head = config.vocab_size * config.hidden_size
     return (parameters(place.model.name) - head) * of_layer + head * of_head

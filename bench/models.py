@@ -1,7 +1,8 @@
 """Models of the size that people serve, beside llama.cpp's server and vLLM's: OpenAI's server-sent events, greedy.
 
-Random weights in the shapes of Qwen3-0.6B and Llama-3.2-1B, with vocabularies of real size (bench/llama_cpp.py), and
-llama-10M, which llama.cpp does not get. bench/model_servers.py has the servers. End tokens are ignored. Parts:
+Random weights in the shapes of Qwen3-0.6B and Llama-3.2-1B, with vocabularies of real size (bench/llama_cpp.py), and,
+where asked for, llama-10M and families of 50 to 100 million parameters, which llama.cpp does not get.
+bench/model_servers.py has the servers. End tokens are ignored. Parts:
 
 - start: seconds from the command to the first token of an answer, on the first start, without what earlier ones kept,
   and on the second, all files in the page cache. Memory (the proportional set size of all processes) then and after
@@ -82,7 +83,7 @@ Rounds = dict[str, dict[str, list[float]]]
 def main() -> None:
     options = parser(__doc__, "models")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--shapes", nargs="+", choices=(*SHAPES, SMALL), default=tuple(SHAPES))
+    options.add_argument("--shapes", nargs="+", choices=(*SHAPES, *SMALL), default=tuple(SHAPES))
     options.add_argument("--contenders", nargs="+", choices=NAMES, default=NAMES)
     options.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options.add_argument("--streams", type=int, nargs="+", default=(1, 4, 16))
@@ -96,7 +97,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         for shape in arguments.shapes:
             names = [name for name in arguments.contenders if name not in absent]
-            if shape == SMALL:
+            if shape in SMALL:
                 names = [name for name in names if name not in LLAMA_CPP]
             make_files(arguments.models / shape, names, arguments.llama_cpp)
             measured: Rounds = defaultdict(lambda: defaultdict(list))
@@ -193,7 +194,7 @@ async def _answers(
     """Answers to callers that call at once, each `answers` times in sequence, with random prompts."""
 
     async def call() -> list[Answer]:
-        connection = await Connection.open(server.address, words=server.model == SMALL)
+        connection = await Connection.open(server.address, words=server.model in SMALL)
         try:
             return [await answer(connection) for _ in range(answers)]
         finally:

@@ -20,10 +20,11 @@ from bench.statistics import quantile
 from bench.workers.protocol import Command, Contender, Generation
 from headrace.errors import HeadraceError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import Engine, OutputSlot
+from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.steps_pb2 import Submission
+from tests.support.in_process_engine import submit
 
 _SETTLED_TOKENS = 16  # The tokens of each stream before gaps are measured.
 _QUIET_TOKENS = 64  # The tokens of each stream in the window without the long prompt.
@@ -34,7 +35,7 @@ _WINDOW_TIMEOUT_S = 120.0
 class _Stream:
     """One caller: submits, reads to the end, and records the times of chunks and tokens."""
 
-    def __init__(self, slot: OutputSlot) -> None:
+    def __init__(self, slot: MergingSlot) -> None:
         self.slot = slot
         self.ids: list[int] = []
         self.times: list[float] = []
@@ -65,7 +66,7 @@ class HeadraceEngine(Contender):
         changes: dict[str, Any] = {"dtype": "bf16"} | dict(argument.split("=") for argument in arguments)
         settings = PredictorSettings(device="cpu", threads=1, **changes)
         path = Path(folder)
-        self._engine: Engine = load_generation(path.name, path, True, settings, torch.device("cpu")).engine
+        self._engine = load_generation(path.name, path, True, settings, torch.device("cpu")).engine
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._submitted = 0
         self.settings = {"max_running": settings.max_running, **changes, **self._engine.description}
@@ -95,7 +96,7 @@ class HeadraceEngine(Contender):
         submission = Submission(
             request_id=f"bench-{self._submitted}", prompt_ids=prompt, sampling=sampling.model_dump_json().encode()
         )
-        return _Stream(self._engine.submit(submission))
+        return _Stream(submit(self._engine, submission))
 
     def outside_forward(self, batches: list[list[list[int]]], new_tokens: int) -> Mapping[str, Any]:
         """The share of the steps' time outside of the model's forward pass."""
