@@ -21,7 +21,7 @@ import torch
 from headrace.errors import StartupError
 from headrace.sampling import end_ids_of
 from headrace_predictor.engine.adapters import Adapters
-from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.cpu.packed_linear import pack_linears, pack_mixtures
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.grammar import GrammarCompiler
@@ -175,7 +175,7 @@ def _choose_runner(
             operations=operations,
         )
         # All layers; compiles what is not in Numba's cache.
-        runner = proof.finished(runner, lambda _, probe: probe())
+        runner = proof.finished(runner, pack_mixtures)
     elif format_ and settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:

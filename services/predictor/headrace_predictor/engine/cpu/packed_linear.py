@@ -12,7 +12,7 @@ On one thread a few rows of float32 have a product of ours, in less time, where 
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.tiles import HAS_TILES
 
 _ROWS = 32  # The packing is optimised for this number of rows, the size of a slice; others work as well.
@@ -184,13 +185,25 @@ def pack_linears(model: Any, only: list[Any] | None = None, but: Collection[Any]
     `only` these, by default all, `but` those whose weights other modules read.
     """
     if packs(model.device, model.dtype):
-        wanted = [linear for linear in (linears_of(model) if only is None else only) if linear not in but]
+        wanted = [linear for linear in (linears_of(model.modules()) if only is None else only) if linear not in but]
         replace_layers(model, wanted, lambda linear: PackedLinear(weight_of(linear), linear.bias))
 
 
 def pack_called(model: Any, run: Callable[[], None]) -> None:
-    """Packs the linear layers that `run` calls, and runs it again: the weights of others may be read as they are."""
-    pack_linears(model, called_linears(model, run))
+    """Packs linear layers and experts that `run` calls, and runs it again: the weights of others may be read as they
+    are."""
+    pack_linears(model, linears_of(called_modules(model, run)))
+    pack_mixtures(model, run)
+
+
+def pack_mixtures(model: Any, run: Callable[[], None]) -> None:
+    """Packs the experts that `run` calls, if they are bfloat16, and runs it again."""
+    if model.dtype == torch.bfloat16 and packs(model.device, model.dtype):
+        with suppress(ImportError):  # Numba is optional.
+            from headrace_predictor.engine.cpu.experts import experts_of, pack_experts
+
+            for experts in experts_of(called_modules(model, run)):
+                pack_experts(experts, "bf16", PackedFile())
     run()
 
 
@@ -199,23 +212,18 @@ def is_linear(module: Any) -> bool:
     return type(module) in _LINEAR or type(module).__name__ == "FalconLinear"
 
 
-def linears_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if is_linear(module)]
-
-
-def called_linears(model: Any, run: Callable[[], object]) -> list[Any]:
-    """The linear layers of a model that `run` calls."""
-    called = _called(model, run)
-    return [linear for linear in linears_of(model) if linear in called]
+def linears_of(modules: Iterable[Any]) -> list[Any]:
+    return [module for module in modules if is_linear(module)]
 
 
 def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
     """The linear layers that modules which `run` calls do not call, but have: they may read the weights."""
-    called = _called(model, run)
+    called = set(called_modules(model, run))
     return {child for module in called for child in module.children() if is_linear(child)} - called
 
 
-def _called(model: Any, run: Callable[[], object]) -> set[Any]:
+def called_modules(model: Any, run: Callable[[], object]) -> list[Any]:
+    """The modules of a model that `run` calls, in the model's order."""
     called: set[Any] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in model.modules()]
     try:
@@ -223,7 +231,7 @@ def _called(model: Any, run: Callable[[], object]) -> set[Any]:
     finally:
         for hook in hooks:
             hook.remove()
-    return called
+    return [module for module in model.modules() if module in called]
 
 
 def replace_layers(model: Any, layers: list[Any], make: Callable[[Any], nn.Module]) -> None:

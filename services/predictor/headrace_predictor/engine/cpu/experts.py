@@ -1,0 +1,64 @@
+"""The experts of a mixture that transformers keeps in one tensor: packed, and one product for those that a step has.
+
+Transformers' own products read these tensors row by row, or pass through all experts for any number of tokens. Here a
+step reads each expert that its tokens have once, and a token's numbers depend on no other token.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.row_products import RowProducts
+
+
+def experts_of(modules: Iterable[Any]) -> list[Any]:
+    """Those that follow transformers' interface for experts."""
+    return [
+        module
+        for module in modules
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "has_post_expert_norm")
+    ]
+
+
+def weights_of(experts: Any) -> dict[str, Tensor]:
+    """The weights [experts, out, in] of the two products, by their names."""
+    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    return {name: getattr(experts, name).mT if experts.is_transposed else getattr(experts, name) for name in names}
+
+
+def pack_experts(experts: Any, format_: str, file: PackedFile) -> int:
+    """Replaces the tensors of a module of experts; returns the bytes of the packed ones. For formats see formats.py."""
+    products = []
+    for name, weights in weights_of(experts).items():
+        biases = experts._parameters.pop(f"{name}_bias") if experts.has_bias else None
+        products.append(RowProducts(weights.detach(), biases, format_, file))
+        del experts._parameters[name]
+    experts.forward = partial(_compute, experts, *products)
+    return sum(product.nbytes for product in products)
+
+
+def _compute(
+    experts: Any,
+    opening: RowProducts,
+    closing: RowProducts,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """The sum [tokens, n] of each token's experts [tokens, k], times their weights."""
+    chosen = top_k_index.flatten()
+    order = chosen.argsort()
+    ends = chosen.bincount(minlength=opening.count).cumsum(0).numpy()
+    inner = opening(hidden_states[order // top_k_index.shape[1]], ends)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    outputs = closing(inner, ends)
+    if experts.has_post_expert_norm:
+        outputs = experts.post_expert_norm(outputs)
+    own = torch.empty_like(outputs)
+    own[order] = outputs
+    weighted = own.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(dim=1).to(hidden_states.dtype)
