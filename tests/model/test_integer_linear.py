@@ -6,14 +6,16 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig
+from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.integer_linear import IntegerLinear, Quantisation
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
+from headrace_predictor.engine.cpu.packed_linear import pack_mixtures
 from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
 from tests.support.full import usually
 from tests.support.in_process_engine import submit
@@ -134,15 +136,36 @@ def test_what_chooses_experts_gives_a_row_the_same_numbers_beside_any_others(dty
     torch.testing.assert_close(nn.functional.linear(x, weight[:2]), x @ weight.plain[:2].t())
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize(("kind", "config"), [(MixtralExperts, MixtralConfig), (GptOssExperts, GptOssConfig)])
-def test_experts_of_one_tensor_are_products_of_the_reference(kind, config, format_):
+EXPERTS = [(MixtralExperts, MixtralConfig), (GptOssExperts, GptOssConfig)]
+CHOSEN = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0], [2, 0], [0, 3]])  # Nobody chooses 1.
+
+
+def random_experts(kind, config):
     experts = kind(config(hidden_size=192, intermediate_size=64, num_local_experts=4)).requires_grad_(False)
     for parameter in experts.parameters():
         parameter.copy_(numbers(*parameter.shape))
     experts.get_output_embeddings = lambda: None
-    x, weights = numbers(9, 192), numbers(9, 2).abs()
-    chosen = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0], [2, 0], [0, 3]])
+    return experts, numbers(9, 192), numbers(9, 2).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "config"), [*EXPERTS, (NemotronHExperts, NemotronHConfig)])
+def test_packed_experts_have_the_numbers_of_the_model_s_in_any_crowd(kind, config, dtype):
+    experts, x, weights = random_experts(kind, config)
+    experts, x, weights = experts.to(dtype), x.to(dtype), weights.to(dtype)
+    experts.device, experts.dtype = x.device, x.dtype
+    exact = experts(x, CHOSEN, weights)
+    pack_mixtures(experts, lambda: experts(x, CHOSEN, weights))
+    together = experts(x, CHOSEN, weights)
+    assert (together - exact).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * exact.norm()
+    alone = [experts(*own) for own in zip(x.split(1), CHOSEN.split(1), weights.split(1), strict=True)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(("kind", "config"), EXPERTS)
+def test_experts_of_one_tensor_are_products_of_the_reference(kind, config, format_):
+    experts, x, weights = random_experts(kind, config)
     tensors, names = dict(experts.named_parameters()), ("gate_up_proj", "down_proj")
 
     def product(name, expert, row):
@@ -151,17 +174,17 @@ def test_experts_of_one_tensor_are_products_of_the_reference(kind, config, forma
         bias = None if bias is None else bias[expert].numpy()
         return torch.from_numpy(Linear(weight.contiguous().numpy(), bias, format_ == "int4")(row.numpy()))
 
-    opened = [[product(names[0], expert, row[None]) for expert in own] for row, own in zip(x, chosen, strict=True)]
+    opened = [[product(names[0], expert, row[None]) for expert in own] for row, own in zip(x, CHOSEN, strict=True)]
     closed = [
         torch.cat([product(names[1], expert, experts._apply_gate(one)) for expert, one in zip(own, ones, strict=True)])
-        for own, ones in zip(chosen, opened, strict=True)
+        for own, ones in zip(CHOSEN, opened, strict=True)
     ]
     expected = torch.stack([(one * weight[:, None]).sum(0) for one, weight in zip(closed, weights, strict=True)])
-    exact = experts(x, chosen, weights)
+    exact = experts(x, CHOSEN, weights)
     quantised = Quantisation(format_, lambda size: PackedFile())
-    quantised(experts, lambda: experts(x, chosen, weights))  # Nobody has chosen the expert 1.
-    assert torch.equal(experts(x, chosen, weights), expected)
-    assert torch.equal(experts(x[4:5], chosen[4:5], weights[4:5]), expected[4:5])
+    quantised(experts, lambda: experts(x, CHOSEN, weights))
+    assert torch.equal(experts(x, CHOSEN, weights), expected)
+    assert torch.equal(experts(x[4:5], CHOSEN[4:5], weights[4:5]), expected[4:5])
     assert (expected - exact).norm() < 0.2 * exact.norm()
     assert not [*experts.parameters()]
 

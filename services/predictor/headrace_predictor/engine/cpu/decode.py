@@ -21,10 +21,10 @@ from numba import njit
 from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publish, read, subtract_from
 from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
 from headrace_predictor.engine.cpu.compiled import OPTIONS
-from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_grouped
+from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_fp32, is_grouped, is_int4
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, HALF, PANEL
 from headrace_predictor.engine.cpu.pairs import TILES_ROWS, product_type
-from headrace_predictor.engine.cpu.products import is_int4, multiply, rows_at_once
+from headrace_predictor.engine.cpu.products import multiply, rows_at_once
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
 
 _LINE = 8  # Numbers of a cache line.
@@ -260,7 +260,7 @@ def _strides(marker: Any, product: Any) -> Any:
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _block_bytes(marker: Any) -> Any:
     """The bytes of a row's inputs in a block."""
-    return BLOCK * (2 if is_bf16(marker) else 1)
+    return BLOCK * (4 if is_fp32(marker) else 2 if is_bf16(marker) else 1)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 Weights [outputs, inputs] are padded with zeros to panels of PANEL outputs and blocks of BLOCK inputs. A panel is one
 range of memory, which is read from its begin to its end:
 
+- fp32, float32 [panel, input, PANEL];
 - bf16, uint16 [panel, input / 2, PANEL, 2];
 - int8, uint8 [panel, input / 4, PANEL, 4], a weight plus 128; one scale for each output;
 - int4, int8 [panel, block, INT4_BYTES]: uint32 [PANEL], the block's scale in the upper 12 bits of a float32 and below
@@ -10,7 +11,8 @@ range of memory, which is read from its begin to its end:
   where byte j has the weights plus 8 of inputs 8 t + j and 8 t + 4 + j, in its low and high half. A weight times the
   factor of its group is an integer of 8 bits.
 
-Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
+Inputs stay float32, or become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest,
+then even.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
@@ -28,17 +32,33 @@ from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
 
 MARKERS: dict[str, Array] = {
+    "fp32": np.empty(0, np.float32),
     "bf16": np.empty(0, np.uint16),
     "int8": np.empty(0, np.uint8),
     "int4": np.empty(0, np.int8),
     "grouped": np.empty(0, np.int32),
 }
-_BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": INT4_BYTES // PANEL}
+_BYTES_OF_BLOCK: dict[str, int] = {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": BLOCK, "int4": INT4_BYTES // PANEL}
 _SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer.
 _MOST_FACTOR = 15
 _SCALE = np.uint32(INT4_SCALE)
 _NAN = 0x7FC00000
 _LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
+
+
+def _type_test(kind: Any) -> Any:
+    """Tells, while code is compiled, whether an array has numbers of a type; for the empty array of a format."""
+
+    def test(typing_context: Any, marker: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return ir.Constant(ir.IntType(1), int(marker.dtype == kind))
+
+        return types.boolean(marker), generate
+
+    return intrinsic(test)
+
+
+is_fp32, is_bf16, is_int4, is_grouped = map(_type_test, (types.float32, types.uint16, types.int8, types.int32))
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,9 @@ def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
     for n in range(PANEL):
         for k in range(part.shape[1]):
             numbers[n, k] = widen(part[n, k])
-    if is_bf16(marker):
+    if is_fp32(marker):
+        memory.view(np.float32)[:] = numbers.T.copy().reshape(-1)
+    elif is_bf16(marker):
         _pack_bf16(numbers, memory.view(np.uint16))
     elif len(scales):
         _pack_int8(numbers, memory, scales)
@@ -219,26 +241,18 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
                 out[i, k] = np.float32(number * factor) * unit
 
 
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def is_bf16(marker: Any) -> Any:
-    """Whether an empty array has the type of bfloat16 weights."""
-    return marker.itemsize == 2
-
-
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def is_grouped(marker: Any) -> Any:
-    """Whether an empty array has the type of grouped weights."""
-    return marker.itemsize == 4
-
-
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> None:
-    """Converts a row of inputs, float32 [n], to the format's `row` of whole blocks, uint16 or int8.
+    """Converts a row of inputs, float32 [n], to the format's `row` of whole blocks, its bytes.
 
     Of an integer format: `scales` float32 [blocks], and `sums` int32 of the converted numbers, times what was added to
     the weights and negative: by block for int8, by group for int4; of grouped weights by half a group, as they are.
     """
     count = len(numbers)
+    if is_fp32(marker):
+        row.view(np.float32)[:count] = numbers
+        row.view(np.float32)[count:] = 0
+        return
     if is_bf16(marker):
         words = row.view(np.uint16)
         for k in range(count):

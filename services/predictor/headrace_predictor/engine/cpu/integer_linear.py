@@ -17,17 +17,15 @@ from headrace_predictor.engine.cpu.formats import panel_bytes
 from headrace_predictor.engine.cpu.grouped import BLOCK, PANEL
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import (
-    PackedWeight,
     WeightKind,
     called_modules,
     linears_of,
+    pack_routers,
     replace_layers,
+    routers_of,
     weight_of,
 )
 from headrace_predictor.engine.cpu.row_products import RowProducts
-
-# With fewer bits they would choose other experts, or other keys.
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "indexer"})
 
 
 class IntegerLinear(nn.Module):
@@ -62,7 +60,7 @@ class Quantisation:
     def __call__(self, model: Any, run: Callable[[], None]) -> None:
         """Quantises what `run` calls, and runs it again."""
         called = called_modules(model, run)
-        head, routers = model.get_output_embeddings(), _routers(model)
+        head, routers = model.get_output_embeddings(), routers_of(model)
         layers = [linear for linear in linears_of(called) if linear not in routers]
         mixtures = experts_of(called)
         if not layers and not mixtures:
@@ -81,10 +79,7 @@ class Quantisation:
         file.keep()
         self.mapped_bytes = self.weights_bytes if file.is_mapped else 0
         self.weights_bytes += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
-        for module in routers:
-            if (weight := module._parameters.get("weight")) is not None and weight.dim() == 2:
-                del module.weight
-                module.weight = PackedWeight.of(weight, module._parameters.get("bias"))
+        pack_routers(routers)
         run()
 
     def _most_bytes(self, weight: Tensor, is_wide: bool) -> int:
@@ -92,8 +87,3 @@ class Quantisation:
         *counts, outputs, inputs = weight.shape
         a_panel = panel_bytes("int8" if is_wide else self._format, inputs) + 4 * PANEL
         return math.prod(counts) * ((outputs // PANEL + 1) * a_panel + BLOCK)
-
-
-def _routers(model: Any) -> set[Any]:
-    named = model.named_modules(remove_duplicate=False)
-    return {module for path, module in named if not _ROUTERS.isdisjoint(path.split("."))}

@@ -29,7 +29,9 @@ _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _TRIAL_OUTPUTS = 256  # So that sums in another order differ.
 _SECTIONS = (512, 1024)  # Inputs whose products oneDNN adds before it adds the sum to others.
-_DTYPES = (torch.float32, torch.bfloat16)
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # By dtype, see formats.py.
+# With fewer bits they would choose other experts, or other keys.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "indexer"})
 _LINEAR = (nn.Linear, Conv1D)
 
 
@@ -173,7 +175,7 @@ def _twice(x: Tensor) -> Tensor:
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN has packed products for a device and dtype."""
-    if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or dtype not in _FORMATS or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     # oneDNN's bfloat16 kernels need vectors of 512 bits.
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -197,14 +199,30 @@ def pack_called(model: Any, run: Callable[[], None]) -> None:
 
 
 def pack_mixtures(model: Any, run: Callable[[], None]) -> None:
-    """Packs the experts that `run` calls, if they are bfloat16, and runs it again."""
-    if model.dtype == torch.bfloat16 and packs(model.device, model.dtype):
+    """Packs the experts that `run` calls and what chooses them, and runs it again."""
+    if packs(model.device, model.dtype):
         with suppress(ImportError):  # Numba is optional.
             from headrace_predictor.engine.cpu.experts import experts_of, pack_experts
 
             for experts in experts_of(called_modules(model, run)):
-                pack_experts(experts, "bf16", PackedFile())
+                pack_experts(experts, _FORMATS[model.dtype], PackedFile())
+        pack_routers(routers_of(model))
     run()
+
+
+def routers_of(model: Any) -> set[Any]:
+    """The modules that choose experts, or keys, by their names."""
+    named = model.named_modules(remove_duplicate=False)
+    return {module for path, module in named if not _ROUTERS.isdisjoint(path.split("."))}
+
+
+def pack_routers(routers: Iterable[Any]) -> None:
+    """Packs the weights [out, in] that routers read themselves: a product that depended on the rows beside it could
+    choose others."""
+    for module in routers:
+        if (weight := module._parameters.get("weight")) is not None and weight.dim() == 2:
+            del module.weight
+            module.weight = PackedWeight.of(weight, module._parameters.get("bias"))
 
 
 def is_linear(module: Any) -> bool:

@@ -1,10 +1,11 @@
 """The innermost products of the streamed formats: some rows of inputs with one panel of 64 output channels.
 
-The format is told by the type of the weights: bfloat16's bits are uint16, 8 bits uint8 (a weight plus 128), 4 bits int8
-(two weights plus 8 in each byte), groups of one of KINDS int32. formats.py and grouped.py have the layouts. A sum of
-integer products is exact in any order. The rest of an integer format is additions and multiplications that are rounded
-one by one, in an order that depends on nothing but the number of inputs: so a result is the same for any number of
-rows, any threads and on any processor. A bfloat16 sum has one order too, that of the processor's instruction.
+The format is told by the type of the weights: float32; bfloat16's bits are uint16; 8 bits uint8 (a weight plus 128);
+4 bits int8 (two weights plus 8 in each byte); groups of one of KINDS int32. formats.py and grouped.py have the layouts.
+A sum of integer products is exact in any order. The rest of an integer format is additions and multiplications that are
+rounded one by one, in an order that depends on nothing but the number of inputs: so a result is the same for any number
+of rows, any threads and on any processor. So is that of float32, where a product and its sum are rounded once. A
+bfloat16 sum has one order too, that of the processor's instruction.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace_predictor.engine.cpu import emit
-from headrace_predictor.engine.cpu.emit import FLOATS, INTS, LINE, SIZE, VECTORS, WORD, all_lanes
+from headrace_predictor.engine.cpu.emit import FLOAT, FLOATS, INTS, LINE, SIZE, VECTORS, WORD, all_lanes
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.int4 import int4
 from headrace_predictor.engine.cpu.pairs import HAS_BYTE_MATRICES, HAS_MATRICES, STEP, Rows, add_vectors, with_tiles
@@ -53,6 +54,7 @@ def multiply(
         types.uint8: [eight],
         types.int8: [(int4, int4_by_tiles), eight],
         types.int32: [(partial(_grouped, kind), None) for kind in KINDS],
+        types.float32: [(_floats, None)],
     }
     kinds = emitters.get(weights.dtype, [])
 
@@ -96,16 +98,6 @@ def _has_tiles(kind: Any) -> bool:
     return bool((HAS_MATRICES and kind == types.uint16) or (HAS_BYTE_MATRICES and kind in (types.uint8, types.int8)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def is_int4(typing_context: Any, weights: Any) -> Any:
-    """Whether an empty array has the type of 4-bit weights."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), int(weights.dtype == types.int8))
-
-    return types.boolean(weights), generate
-
-
 def _few_rows(builder: Any, add_block: Callable[..., None], count: int, own: emit.Operands) -> None:
     rows = [
         emit.Row(
@@ -139,6 +131,19 @@ def _bfloat16(builder: Any, count: Any, own: emit.Operands) -> None:
         add_panel(builder, tiles, steps, own.inputs.at(builder, row), weights, own.out.at(builder, row), ahead)
 
     with_tiles(builder, count, add)
+
+
+def _floats(builder: Any, panel: Any, rows: list[emit.Row], block: Any) -> None:
+    fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(FLOATS, [FLOATS] * 3))
+    with emit.groups_of(builder, block) as group:
+        weights = emit.behind(builder, panel, group, 4 * GROUP * PANEL)
+        own = [emit.behind(builder, row.inputs, group, 4 * GROUP) for row in rows]
+        for k in range(GROUP):
+            vectors = [emit.load(builder, weights, LINE * (VECTORS * k + v), FLOATS, LINE) for v in range(VECTORS)]
+            for row, inputs in zip(rows, own, strict=True):
+                number = emit.broadcast(builder, inputs, 4 * k, FLOAT)
+                for vector, total in zip(vectors, row.totals, strict=True):
+                    builder.store(builder.call(fma, (number, vector, builder.load(total))), total)
 
 
 def _bits_8(builder: Any, panel: Any, rows: list[emit.Row], block: Any) -> None:

@@ -48,7 +48,7 @@ class RowProducts:
         memory = {
             decode.PACKED: out,
             decode.INPUTS: torch.empty(
-                tokens, blocks * BLOCK * max(1, self._marker.itemsize) + decode.ROW_GAP, dtype=torch.uint8
+                tokens, blocks * BLOCK * self._marker.itemsize + decode.ROW_GAP, dtype=torch.uint8
             ),
             decode.SCALES: torch.empty(tokens, blocks),
             decode.SUMS: torch.empty(tokens, blocks * BLOCK // GROUP, dtype=torch.int32),
