@@ -157,7 +157,7 @@ def test_packed_experts_have_the_numbers_of_the_model_s_in_any_crowd(kind, confi
     exact = experts(x, CHOSEN, weights)
     pack_mixtures(experts, lambda: experts(x, CHOSEN, weights))
     together = experts(x, CHOSEN, weights)
-    assert (together - exact).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * exact.norm()
+    assert (together - exact).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * exact.norm()
     alone = [experts(*own) for own in zip(x.split(1), CHOSEN.split(1), weights.split(1), strict=True)]
     assert torch.equal(torch.cat(alone), together)
 
