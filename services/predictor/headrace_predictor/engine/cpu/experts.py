@@ -37,7 +37,8 @@ def pack_experts(experts: Any, format_: str, file: PackedFile) -> int:
         biases = experts._parameters.pop(f"{name}_bias") if experts.has_bias else None
         products.append(RowProducts(weights.detach(), biases, format_, file))
         del experts._parameters[name]
-    experts.forward = partial(_compute, experts, *products)
+    opening, closing = products
+    experts.forward = partial(_compute, experts, opening, closing)
     return sum(product.nbytes for product in products)
 
 
