@@ -6,6 +6,9 @@ from functools import cache, partial
 
 import pytest
 import torch
+from torch import nn
+from transformers.activations import GELUActivation, NewGELUActivation, QuickGELUActivation
+from transformers.models.bloom.modeling_bloom import BloomGelu
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
@@ -275,6 +278,18 @@ def test_a_row_has_the_same_logits_in_every_crowd(name):
         rows[len(crowd)] = logits[crowd.index(0)]
     assert torch.equal(rows[1], rows[2])
     assert torch.equal(rows[1], rows[6])
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_short"),
+    [(BloomGelu, True), (NewGELUActivation, True), (GELUActivation, False), (QuickGELUActivation, False)],
+)
+def test_a_gelu_by_the_hyperbolic_tangent_is_one_operation(kind, is_short):
+    model, x = nn.Sequential(kind()), torch.linspace(-9, 9, 777)
+    expected = model(x)
+    shorten(model)
+    torch.testing.assert_close(model(x), expected)
+    assert ("forward" in vars(model[0])) == is_short
 
 
 def test_slots_keep_their_contents_wherever_they_are_moved():
