@@ -20,6 +20,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -39,6 +40,7 @@ MARKERS: dict[str, Array] = {
     "grouped": np.empty(0, np.int32),
 }
 _BYTES_OF_BLOCK: dict[str, int] = {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": BLOCK, "int4": INT4_BYTES // PANEL}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer.
 _MOST_FACTOR = 15
 _SCALE = np.uint32(INT4_SCALE)
@@ -89,39 +91,32 @@ def pack(format_: str, *matrices: Tensor, file: PackedFile, interleave: bool = F
     packed = Packed(outputs, inputs, memory, scales, format_)
     if file.is_packed:
         return packed
-    rows = [array_of(matrix) for matrix in matrices]
+    dtype = _DTYPES.get(format_)
+    rows = [array_of(matrix if dtype is None else matrix.to(dtype)) for matrix in matrices]
     whole = rows if interleave else [np.concatenate(rows) if len(rows) > 1 else rows[0]]
     turns = zip_longest(*(np.split(matrix, range(PANEL, len(matrix), PANEL)) for matrix in whole))
     part = np.zeros((PANEL, packed.blocks * BLOCK), rows[0].dtype)
     for panel, some in enumerate(some for turn in turns for some in turn if some is not None):
         part[: len(some), :inputs] = some
         part[len(some) :] = 0
-        _pack_panel(MARKERS[format_], part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
+        if dtype is None:
+            _pack_panel(part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
+        else:  # A word is a number, or two of bfloat16.
+            memory[panel].view(np.uint32).reshape(-1, PANEL)[:] = part.view(np.uint32).T
     return packed
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
-    """Packs weights [PANEL, inputs] of whole blocks to a panel's bytes."""
+def _pack_panel(part: Any, memory: Any, scales: Any) -> None:
+    """Packs weights [PANEL, inputs] of whole blocks to a panel's bytes, in an integer format."""
     numbers = np.empty(part.shape, np.float32)
     for n in range(PANEL):
         for k in range(part.shape[1]):
             numbers[n, k] = widen(part[n, k])
-    if is_fp32(marker):
-        memory.view(np.float32)[:] = numbers.T.copy().reshape(-1)
-    elif is_bf16(marker):
-        _pack_bf16(numbers, memory.view(np.uint16))
-    elif len(scales):
+    if len(scales):
         _pack_int8(numbers, memory, scales)
     else:
         _pack_int4(numbers, memory)
-
-
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _pack_bf16(numbers: Any, words: Any) -> None:
-    for n in range(PANEL):
-        for k in range(numbers.shape[1]):
-            words[(k // 2 * PANEL + n) * 2 + k % 2] = narrow(numbers[n, k], words[0])
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
