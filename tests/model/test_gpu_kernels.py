@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_predictor.engine.gpu.operations import HeadNorms, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import HeadNorms, Matrix, Scores, Tokens
+from headrace_predictor.engine.runners.gpu_decoder import quantise
 from tests.support import plain_kernels as plain
+from tests.support.integer_reference import Linear as Reference
 
 kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for Linux.
 
@@ -84,14 +86,15 @@ def test_attention_is_that_of_the_plain_one(heads, group, size, value_size, page
         scores = Scores(size**-0.5, 5.0 if kind == "cap" else 0.0, sinks)
         queries = step.random(step.total, heads * group + 3, size)[:, 1 : 1 + heads * group]  # Of a wider row.
         arguments = queries, step.keys, step.values, step.tokens, scores
-        close(kernels.PagedAttention(is_exact)(*arguments), plain.attend(*arguments))
+        close(kernels.GpuOperations(is_exact).attend(*arguments), plain.attend(*arguments))
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
     step = Step(np.random.default_rng(3), 2, 16, 16, 32, torch.float32)
     queries = step.random(step.total, 4, 16)
-    together = kernels.PagedAttention(is_exact)(queries, step.keys, step.values, step.tokens, Scores(0.25))
+    attend = kernels.GpuOperations(is_exact).attend
+    together = attend(queries, step.keys, step.values, step.tokens, Scores(0.25))
     tokens = step.tokens
     among = (
         tokens.decodes if not is_exact else step.total
@@ -102,7 +105,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
         alone = Tokens(
             1, table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], tokens.tiles
         )
-        answer = kernels.PagedAttention(is_exact)(queries[one], step.keys, step.values, alone, Scores(0.25))
+        answer = attend(queries[one], step.keys, step.values, alone, Scores(0.25))
         assert torch.equal(answer[0], together[i])
 
 
@@ -130,11 +133,9 @@ def test_queries_and_keys_are_turned_and_stored(dtype, has_norms):
 def test_norms_and_gates_are_those_of_torch(rows, size, dtype):
     step = Step(np.random.default_rng(7), 1, 16, 16, 32, dtype)
     hidden, added, weight = step.random(rows, size), step.random(rows, size), step.random(size)
-    for summand in (None, added):
-        for ours, plains in zip(
-            kernels.add_norm(hidden, summand, weight, 1e-5), plain.add_norm(hidden, summand, weight, 1e-5), strict=True
-        ):
-            close(ours, plains)
+    arguments = hidden, added, weight, 1e-5
+    for ours, plains in zip(kernels.add_norm(*arguments), plain.add_norm(*arguments), strict=True):
+        close(ours, plains)
     close(kernels.gate(hidden), plain.gate(hidden))
 
 
@@ -143,12 +144,31 @@ def test_norms_and_gates_are_those_of_torch(rows, size, dtype):
 def test_a_row_of_a_product_does_not_depend_on_the_others(rows, outputs, inputs, dtype):
     step = Step(np.random.default_rng(9), 1, 16, 16, 32, dtype)
     x, weight, bias = step.random(rows, inputs), step.random(outputs, inputs), step.random(outputs)
-    together = kernels.linear(x, weight, bias)
+    matrix = Matrix(weight, bias)
+    together = kernels.linear(x, matrix)
     close(
         together / inputs**0.5,
         torch.nn.functional.linear(x.float(), weight.float(), bias.float()).to(dtype) / inputs**0.5,
     )
-    assert torch.equal(kernels.linear(x[-1:], weight, bias)[0], together[-1])
+    assert torch.equal(kernels.linear(x[-1:], matrix)[0], together[-1])
+
+
+@pytest.mark.filterwarnings("default:invalid value")  # Of what is no number, by the interpreter.
+@pytest.mark.parametrize("rows", [3, 70])
+def test_an_int8_product_is_the_processor_s_bit_by_bit(rows):
+    step = Step(np.random.default_rng(11), 1, 16, 16, 32, torch.float32)
+    linear = torch.nn.Linear(200, 90).to(DEVICE)
+    wanted = Reference(*(tensor.detach().cpu().numpy() for tensor in (linear.weight, linear.bias)), False)
+    x = step.random(rows, 200)
+    x[1] *= 1e-37
+    x[2, 128:] = 0
+    quantise(torch.nn.Sequential(linear))
+    matrix = Matrix(linear.weight.data, linear.bias.data, linear.weight.scales)
+    expected = torch.from_numpy(wanted(x.cpu().numpy()))
+    assert torch.equal(kernels.linear(x, matrix).cpu(), expected)
+    assert torch.equal(plain.linear(x, matrix).cpu(), expected)
+    x[0, 5] = torch.inf
+    assert kernels.linear(x, matrix)[0].isnan().all()
 
 
 def test_the_kernels_compile_for_a_gpu(tmp_path):

@@ -11,9 +11,11 @@ from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import attention, paged
+from headrace_predictor.engine.runners.gpu_decoder import quantise
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.streamed import StreamedDecoder
 from headrace_predictor.engine.state import cache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, request
@@ -38,7 +40,7 @@ def on_gpu(monkeypatch):
         overlaps.append(tokens is not None)
         return choose(self, rows, positions, tokens)
 
-    def prove(name, proof, is_exact):
+    def prove(name, proof, settings):
         reason = proof.of_paged(plain_kernels)
         return reason, None if reason else plain_kernels
 
@@ -131,6 +133,28 @@ def test_random_steps_have_the_logits_of_the_cpu_s_path(family, page, monkeypatc
             size = float(torch.cat((on_cpu.abs().flatten(), torch.ones(1))).max())
             torch.testing.assert_close(on_gpu / size, on_cpu / size, atol=1e-5, rtol=0)
             steps.end(rows)
+
+
+@pytest.mark.parametrize("family", usually(("qwen3",), ["llama", "qwen2", "qwen3"]))
+def test_int8_has_the_logits_of_the_cpu_s_int8(family):
+    models = [random_model(family).float() for _ in range(2)]
+    with torch.inference_mode():
+        for model in models:
+            find_reaches(model, 128)
+        shape = cache_shape(models[0])
+        quantise(models[0])
+        runners = [
+            PagedRunner(models[0], shape, 60, operations=plain_kernels),
+            PagedRunner(models[1], shape, 60, streamed=StreamedDecoder(models[1], "int8", 1)),
+        ]
+        steps = Steps(3, 32)
+        for _ in range(25):
+            if rows := steps.next():
+                on_gpu, on_cpu = (runner.run(rows) for runner in runners)
+                size = float(torch.cat((on_cpu.abs().flatten(), torch.ones(1))).max())
+                # Rounding before an input becomes an integer may make it the next one.
+                torch.testing.assert_close(on_gpu / size, on_cpu / size, atol=2e-2, rtol=0)
+                steps.end(rows)
 
 
 @pytest.mark.parametrize("family", usually(("gemma3",), ["llama", "gemma3", "gpt_oss"]))

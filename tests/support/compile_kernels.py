@@ -14,61 +14,57 @@ from headrace_predictor.engine.gpu import kernels, paged_attention
 from tests.support.full import FULL
 
 FLOATS = {"scale", "cap", "epsilon"}
-ATTENTION = {
-    "group": 2,
-    "size": 128,
-    "value_size": 128,
-    "page": 32,
-    "least_part": 256,
-    "key_count": 32,
-    "width": 128,
-    "value_width": 128,
-}
+SIZES = {("i32", name) for name in ("block_size", "outputs", "inputs", "size")}
+ATTENTION = {"group": 2, "size": 128, "value_size": 128, "page": 32, "width": 128, "value_width": 128}
+LINEAR = ("tile_rows", "tile_outputs", "tile_inputs", "num_stages")
 
 
 def cases(dtype):
     """Kernels with the types of their arguments, and their constants."""
     pointer = f"*{dtype}"
-    attend = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), pointer)
-    attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32") | {"parts": "*fp32", "weights": "*fp32"}
-    for rows, lanes, is_special in ((64, 1, True), (64, 1, False), (16, 16, True)):
-        flags = {"has_tiles": lanes == 1, "has_cap": is_special, "has_sinks": is_special}
-        yield paged_attention._attend, attend, ATTENTION | flags | {"tile_rows": rows, "lanes": lanes}
-    joined = dict.fromkeys(("sinks", "out"), pointer) | {"parts": "*fp32", "weights": "*fp32"}
-    for has_sinks in (True, False):
-        yield (
-            paged_attention._join,
-            joined,
-            {"value_size": 128, "lanes": 16, "value_width": 128, "has_sinks": has_sinks},
-        )
+    attend = dict.fromkeys(("queries", "keys", "values", "sinks"), pointer) | {"totals": "*fp32"}
+    attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32")
+    for rows, lanes, left_out in ((64, 1, {}), (64, 1, {"sinks": None}), (16, 16, {"tiles": None})):
+        own = attend | {"out": pointer if lanes == 1 else "*fp32"}
+        yield paged_attention._attend, own, ATTENTION | left_out | {"tile_rows": rows, "lanes": lanes}
+    joined = {"parts": "*fp32", "totals": "*fp32", "out": pointer}
+    yield paged_attention._join, joined, {"value_size": 128, "lanes": 16, "value_width": 128}
     names = ("packed", "queries", "cosines", "sines", "query_norm", "key_norm", "keys", "values")
     turn = dict.fromkeys(names, pointer) | dict.fromkeys(("table", "owners", "ends"), "*i32")
-    for has_norms in (True, False):
-        constants = {"query_heads": 16, "key_heads": 8, "size": 128, "page": 32, "width": 128, "has_norms": has_norms}
-        yield kernels._turn_and_store, turn | {"epsilon": "fp32"}, constants
-    norm = dict.fromkeys(("hidden", "added", "weight", "total", "normed"), pointer) | {"epsilon": "fp32"}
-    for adds in (True, False):
-        yield kernels._add_norm, norm, {"size": 1024, "width": 1024, "adds": adds}
+    for norms in ({}, {"query_norm": None, "key_norm": None}):
+        constants = {"query_heads": 16, "key_heads": 8, "size": 128, "page": 32, "width": 128} | norms
+        yield kernels._turn_and_store, turn, constants
+    norm = dict.fromkeys(("hidden", "added", "weight", "total", "normed"), pointer)
+    yield kernels._add_norm, norm, {"size": 1024, "width": 1024}
     yield kernels._gate, {"gate_up": pointer, "out": pointer}, {"width": 1024}
-    for has_bias in (True, False):
-        constants = {"tile_rows": 64, "tile_outputs": 32, "tile_inputs": 64, "has_bias": has_bias}
-        yield kernels._linear, dict.fromkeys(("x", "weight", "bias", "out"), pointer), constants
+    linear = dict.fromkeys(("x", "weight", "bias", "out"), pointer)
+    for tile in (kernels._FEW_ROWS_TILE, kernels._INT8_TILE):
+        yield kernels._linear, linear | {"weight": "*i8", "scales": "*fp32"}, dict(zip(LINEAR, tile, strict=True))
+    for left_out in ({"scales": None}, {"scales": None, "bias": None}):
+        yield kernels._linear, linear, dict(zip(LINEAR, kernels._FLOAT_TILE, strict=True)) | left_out
 
 
 def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
         done = set()
         for kernel, pointers, constants in cases(dtype):
-            form = kernel.__name__, constants.get("lanes")
+            form = kernel.__name__, constants.get("lanes"), constants.get("tile_outputs")
             if form in done and not FULL:
                 continue
             done.add(form)
-            known = dict.fromkeys(constants, "constexpr") | pointers | dict.fromkeys(FLOATS, "fp32")
+            options = {"num_stages": constants.pop("num_stages", 3)}
+            known = pointers | dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(constants, "constexpr")
             signature = {name: known.get(name, "i32") for name in kernel.arg_names}
+            places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+            # Addresses and sizes are multiples of 16, as in a launch: so several blocks are loaded ahead.
+            aligned = [name for name, kind in signature.items() if kind[0] == "*" or (kind, name) in SIZES]
             source = ASTSource(
-                kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+                kernel,
+                signature,
+                {places[name]: value for name, value in constants.items()},
+                {places[name]: [["tt.divisibility", 16]] for name in aligned},
             )
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             print(kernel.__name__, dtype, len(compiled.asm["cubin"]), compiled.metadata.shared)
 
 

@@ -1,10 +1,10 @@
-"""The operations of the GPU's kernels in plain torch, as headrace_predictor/engine/gpu/operations.py has them."""
+"""The operations of the GPU's kernels in plain torch, headrace_predictor/engine/gpu."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import HeadNorms, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorms, Matrix, Scores, Tokens
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
@@ -50,8 +50,8 @@ def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads.float() * cosines.float()[:, None] + torch.cat((-far, near), -1) * sines.float()[:, None]
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    total = hidden if added is None else hidden + added
+def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = hidden + added
     return total, F.rms_norm(total.float(), (len(weight),), weight.float(), epsilon).to(hidden.dtype)
 
 
@@ -60,4 +60,15 @@ def gate(gate_up: Tensor) -> Tensor:
     return (F.silu(first) * second).to(gate_up.dtype)
 
 
-linear = F.linear
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    weight, bias, scales = matrix
+    if scales is None:
+        return F.linear(x, weight, bias)
+    sums = torch.zeros(len(x), len(weight))
+    parts = zip(x.float().split(INT8_BLOCK, 1), weight.float().split(INT8_BLOCK, 1), strict=True)
+    for numbers, weights in parts:  # The sums of integers are exact in float32 too.
+        largest = numbers.abs().amax(1, keepdim=True)
+        largest = largest.where(largest >= 2.0**-120, 0.0)
+        inverse = torch.where(largest > 0, 127 / largest, 0.0)
+        sums += (numbers * inverse).round() @ weights.T * (largest / 127)
+    return (sums * scales + (0.0 if bias is None else bias)).to(x.dtype)

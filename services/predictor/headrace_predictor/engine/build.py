@@ -23,7 +23,6 @@ from headrace.sampling import end_ids_of
 from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_linears, pack_mixtures
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
@@ -31,7 +30,7 @@ from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.overlap import Overlap
 from headrace_predictor.engine.runners.decode_graphs import CudaRecorder
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
-from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
+from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder, quantise
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
@@ -47,7 +46,7 @@ from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.settings import PredictorSettings
 
 if TYPE_CHECKING:
-    pass
+    from headrace_predictor.engine.gpu.kernels import GpuOperations
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def build_engine(
     format_ = weight_format(name, model, settings.weights)
     read_weights(model, proven_layers(model) if format_ == GROUPED else None)
     quantised = None
-    if format_ is None and settings.weights != "auto":
+    if format_ is None and settings.weights != "auto" and model.device.type == "cpu":
         from headrace_predictor.engine.cpu.integer_linear import Quantisation  # Numba is optional.
 
         opened = partial(open_file, model, settings.weights, kept_at, settings.weights_cache_size)
@@ -133,6 +132,9 @@ def build_engine(
         size["weights"] = own if own != GROUPED else "+".join(stored_formats(model)) or settings.weights
         size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
         size |= {"mapped_bytes": str(streamed.mapped_bytes)}
+    elif model.device.type == "cuda" and settings.weights != "auto":
+        weights_bytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+        size |= {"weights": settings.weights, "weights_bytes": str(weights_bytes)}
     elif quantised is not None:
         size |= {"weights": settings.weights, "weights_bytes": str(quantised.weights_bytes), "angles": ""}
         size |= {"mapped_bytes": str(quantised.mapped_bytes)}
@@ -151,12 +153,15 @@ def _choose_runner(
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
         return runner, None, reason
-    reason, operations = prove_on_gpu(name, proof, settings.exact)
+    reason, operations = prove_on_gpu(name, proof, settings)
     if reason is None:
         if format_ != GROUPED:
             read_weights(model)
-        if not (settings.exact and operations):  # With an adapter transformers' modules compute all rows of a step.
+        has_own_products = operations and (settings.exact or settings.weights != "auto")
+        if not has_own_products:  # With an adapter transformers' modules compute all rows of a step.
             adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
+        if operations and settings.weights == "int8":
+            quantise(model)
         streamed = None
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
@@ -186,42 +191,38 @@ def _choose_runner(
     return runner, adapters, reason
 
 
-def prove_on_gpu(name: str, proof: Proof, is_exact: bool) -> tuple[str | None, Operations | None]:
+def prove_on_gpu(name: str, proof: Proof, settings: PredictorSettings) -> tuple[str | None, GpuOperations | None]:
     """Why a decoder is not paged, None if it is; the kernels that compute it, None on a CPU.
 
     Without Triton, or where its kernels are not right for the model, attention copies keys and values, with a warning.
-    Raises StartupError if bits are asked for that only the kernels have.
+    Raises StartupError if bits or weights are asked for that only the kernels have.
     """
     model = proof.model
     if model.device.type != "cuda":
         return proof.of_paged(), None
-    if is_exact and not GpuDecoder.takes(model):
-        raise StartupError(f"model {name}: PREDICTOR_EXACT on CUDA is for Llama, Mistral, Qwen 2 and Qwen 3")
-    fault: str | None
+    asked = "PREDICTOR_EXACT" if settings.exact else f"PREDICTOR_WEIGHTS={settings.weights}"
+    needed = settings.exact or settings.weights != "auto"
+    if needed and not GpuDecoder.takes(model):
+        raise StartupError(f"model {name}: {asked} on CUDA is for Llama, Mistral, Qwen 2 and Qwen 3")
     try:
-        operations = _operations(model.device, is_exact)
+        # The default differs between versions, and bits with it.
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+        from headrace_predictor.engine.gpu.kernels import GpuOperations  # torch for CPUs has no Triton.
+
+        operations = GpuOperations(settings.exact)
+        operations.check(model.device)
+        fault = proof.of_paged(operations)
     except Exception as error:  # Of any kind: it needs a driver and a compiler.
         logger.debug("Triton does not run", exc_info=True)
         fault = f"Triton does not run: {error}"
-    else:
-        fault = proof.of_paged(operations)
-        if fault is None:
-            return None, operations
-    if is_exact:
-        raise StartupError(f"model {name}: PREDICTOR_EXACT needs Triton's kernels: {fault}")
+    if fault is None:
+        return None, operations
+    if needed:
+        raise StartupError(f"model {name}: {asked} needs Triton's kernels: {fault}")
     reason = proof.of_paged()
     if reason is None:
         logger.warning("model %s: attention copies keys and values; %s", name, fault)
     return reason, None
-
-
-def _operations(device: torch.device, is_exact: bool) -> Operations:
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # The default differs between versions, and bits with it.
-    from headrace_predictor.engine.gpu.kernels import GpuOperations  # torch for CPUs has no Triton.
-
-    operations = GpuOperations(is_exact)
-    operations.check(device)
-    return operations
 
 
 def record_passes(name: str, runner: PagedRunner, rows: int, context: int) -> None:

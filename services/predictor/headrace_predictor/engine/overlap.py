@@ -67,14 +67,12 @@ class Overlap:
 
     def _begin(self, rows: list[Row], before: _Pending | None) -> _Pending | None:
         positions = [row.start + 1 - len(row.sequence.ids) + len(row.sequence.output_ids) for row in rows]
-        tokens = None
+        tokens = None if before is None else before.tokens
         try:
-            if before is not None:
-                tokens = before.tokens
-                if len(rows) < len(before.rows):
-                    places = {row.sequence: i for i, row in enumerate(before.rows)}
-                    kept = on_device([places[row.sequence] for row in rows], np.int64, tokens.device)
-                    tokens = tokens.index_select(0, kept)
+            if before is not None and len(rows) < len(before.rows):
+                places = {row.sequence: i for i, row in enumerate(before.rows)}
+                kept = on_device([places[row.sequence] for row in rows], np.int64, before.tokens.device)
+                tokens = before.tokens.index_select(0, kept)
             chosen = self._runner.choose(rows, positions, tokens)
             return _Pending(rows, chosen, _reading(chosen))
         except Exception:
@@ -83,10 +81,9 @@ class Overlap:
 
 
 def _reading(tokens: Tensor) -> Callable[[], list[int]]:
+    host = tokens.to("cpu", non_blocking=True)  # To pinned memory: nothing waits.
     if not tokens.is_cuda:
-        return tokens.tolist
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
+        return host.tolist
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 

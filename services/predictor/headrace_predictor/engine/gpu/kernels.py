@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index"
-"""Triton kernels for the parts of a layer that torch has no single operation for, and a product with fixed tiles.
+"""Triton kernels for the parts of a layer that torch has no single operation for, and products with fixed tiles.
 
 A row's numbers do not depend on the other rows. They are float32 inside, and of the model's dtype in memory.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -10,56 +12,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import HeadNorms, Tokens
-from headrace_predictor.engine.gpu.paged_attention import PagedAttention
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorms, Matrix, Tokens
+from headrace_predictor.engine.gpu.paged_attention import LANES, attend
 
-_TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 32, 64  # Of `linear`.
+# Tiles of `linear`: rows, outputs, inputs, and how many are loaded ahead. Bits depend on those of floats alone.
+_FLOAT_TILE, _FEW_ROWS_TILE, _INT8_TILE = (64, 32, 64, 3), (16, 32, INT8_BLOCK, 4), (64, 64, INT8_BLOCK, 2)
 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _turn_and_store(
-    packed,
-    queries,
-    cosines,
-    sines,
-    query_norm,
-    key_norm,
-    keys,
-    values,
-    table,
-    owners,
-    ends,
-    epsilon,
-    packed_row,
-    key_block,
-    key_head,
-    value_block,
-    value_head,
-    table_row,
-    query_heads: tl.constexpr,
-    key_heads: tl.constexpr,
-    size: tl.constexpr,
-    page: tl.constexpr,
-    width: tl.constexpr,
-    has_norms: tl.constexpr,
-):
-    token, head = tl.program_id(0), tl.program_id(1)
+    packed, queries, cosines, sines, query_norm, key_norm, keys, values, table, owners, ends,
+    epsilon, block_size, table_row,
+    query_heads: tl.constexpr, key_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(ends + token) - 1
-    block = tl.load(table + tl.load(owners + token) * table_row + position // page).to(tl.int64)
+    block = tl.load(table + tl.load(owners + token) * table_row + position // page).to(tl.int64) * block_size
     offset = position % page
     d = tl.arange(0, width)
     is_number = d < size
-    source = packed + token.to(tl.int64) * packed_row + head * size
+    source = packed + (token * (query_heads + 2 * key_heads) + head) * size
     vector = tl.load(source + d, mask=is_number, other=0.0)
     if head >= query_heads + key_heads:
-        value_place = values + block * value_block + (head - query_heads - key_heads) * value_head + offset * size
-        tl.store(value_place + d, vector, mask=is_number)
+        place = ((head - query_heads - key_heads) * page + offset) * size
+        tl.store(values + block + place + d, vector, mask=is_number)
     else:
         half: tl.constexpr = size // 2
         other = tl.where(d < half, d + half, d - half)  # The number that a number is turned with.
         first = vector.to(tl.float32)
         second = tl.load(source + other, mask=is_number, other=0.0).to(tl.float32)
-        if has_norms:
+        if query_norm is not None:
             norm = query_norm if head < query_heads else key_norm
             inverse = tl.rsqrt(tl.sum(first * first, 0) / size + epsilon)
             first *= inverse * tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
@@ -68,63 +50,50 @@ def _turn_and_store(
         sine = tl.load(sines + token * size + d, mask=is_number, other=0.0).to(tl.float32)
         turned = (first * cosine + tl.where(d < half, -second, second) * sine).to(vector.dtype)
         if head < query_heads:
-            tl.store(queries + (token.to(tl.int64) * query_heads + head) * size + d, turned, mask=is_number)
+            tl.store(queries + (token * query_heads + head) * size + d, turned, mask=is_number)
         else:
-            key_place = keys + block * key_block + (head - query_heads) * key_head + offset
-            tl.store(key_place + d * page, turned, mask=is_number)
+            place = ((head - query_heads) * size + d) * page + offset
+            tl.store(keys + block + place, turned, mask=is_number)
 
 
 def turn_and_store(
     packed: Tensor, rotary: tuple[Tensor, Tensor], norms: HeadNorms | None, keys: Tensor, values: Tensor, tokens: Tokens
 ) -> Tensor:
-    """See `Operations`."""
+    """Norms and turns queries and keys of `packed` [T, queries, keys and values]; stores keys and values.
+
+    Returns the queries [T, query heads, head size]. `rotary`: cosines and sines [T, head size].
+    """
     heads, size, page = keys.shape[1:]
     all_heads = packed.shape[1] // size
     queries = packed.new_empty(len(packed), all_heads - 2 * heads, size)
+    query_norm, key_norm, epsilon = norms or (None, None, 0.0)
     _turn_and_store[len(packed), all_heads](
-        *(packed, queries, rotary[0].contiguous(), rotary[1].contiguous()),
-        *((packed, packed) if norms is None else norms[:2]),
-        *(keys, values, tokens.table, tokens.owners, tokens.ends, 0.0 if norms is None else norms.epsilon),
-        *(packed.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-        tokens.table.stride(0),
-        query_heads=all_heads - 2 * heads,
-        key_heads=heads,
-        size=size,
-        page=page,
-        width=triton.next_power_of_2(size),
-        has_norms=norms is not None,
-    )
+        packed, queries, rotary[0].contiguous(), rotary[1].contiguous(), query_norm, key_norm,
+        keys, values, tokens.table, tokens.owners, tokens.ends, epsilon, keys.stride(0), tokens.table.stride(0),
+        query_heads=all_heads - 2 * heads, key_heads=heads, size=size, page=page, width=triton.next_power_of_2(size),
+    )  # fmt: skip
     return queries
 
 
 @triton.jit
-def _add_norm(
-    hidden, added, weight, total, normed, epsilon, size: tl.constexpr, width: tl.constexpr, adds: tl.constexpr
-):
+def _add_norm(hidden, added, weight, total, normed, epsilon, size: tl.constexpr, width: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * size
     d = tl.arange(0, width)
-    is_number = d < size
-    vector = tl.load(hidden + row + d, mask=is_number, other=0.0)
-    dtype = vector.dtype
-    if adds:
-        vector = (vector.to(tl.float32) + tl.load(added + row + d, mask=is_number, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(total + row + d, vector, mask=is_number)
+    vector = tl.load(hidden + row + d, mask=d < size, other=0.0).to(tl.float32)
+    vector += tl.load(added + row + d, mask=d < size, other=0.0).to(tl.float32)
+    vector = vector.to(total.dtype.element_ty)
+    tl.store(total + row + d, vector, mask=d < size)
     vector = vector.to(tl.float32)
-    factor = tl.load(weight + d, mask=is_number, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(vector * vector, 0) / size + epsilon)
-    tl.store(normed + row + d, (vector * inverse * factor).to(dtype), mask=is_number)
+    factor = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
+    tl.store(normed + row + d, (vector * inverse * factor).to(normed.dtype.element_ty), mask=d < size)
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """See `Operations`."""
-    total, normed = (hidden if added is None else torch.empty_like(hidden)), torch.empty_like(hidden)
-    size = hidden.shape[1]
-    _add_norm[(len(hidden),)](
-        *(hidden, hidden if added is None else added, weight, total, normed, epsilon),
-        size=size,
-        width=triton.next_power_of_2(size),
-        adds=added is not None,
-    )
+def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum [T, n], and its root mean square norm times `weight` [n]."""
+    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    rows, size = hidden.shape
+    _add_norm[(rows,)](hidden, added, weight, total, normed, epsilon, size=size, width=triton.next_power_of_2(size))
     return total, normed
 
 
@@ -138,7 +107,7 @@ def _gate(gate_up, out, size, width: tl.constexpr):
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """See `Operations`."""
+    """SiLU of the first half of each row [T, 2 n], times its second half."""
     rows, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     _gate[rows, triton.cdiv(size, 1024)](gate_up, out, size, width=1024)
@@ -147,52 +116,48 @@ def gate(gate_up: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    outputs,
-    inputs,
-    tile_rows: tl.constexpr,
-    tile_outputs: tl.constexpr,
-    tile_inputs: tl.constexpr,
-    has_bias: tl.constexpr,
-):
-    row = tl.program_id(1) * tile_rows + tl.arange(0, tile_rows)
+    x, weight, bias, scales, out, rows, outputs, inputs,
+    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
     at = tl.arange(0, tile_inputs)
+    lefts, rights = x + row[:, None] * inputs + at[None], weight + output[None].to(tl.int64) * inputs + at[:, None]
     sums = tl.zeros((tile_rows, tile_outputs), tl.float32)
     for start in range(0, inputs, tile_inputs):
         is_input = start + at < inputs
-        left = tl.load(
-            x + row[:, None].to(tl.int64) * inputs + start + at[None],
-            mask=(row[:, None] < rows) & is_input[None],
-            other=0.0,
-        )
-        right = tl.load(
-            weight + output[None].to(tl.int64) * inputs + start + at[:, None],
-            mask=(output[None] < outputs) & is_input[:, None],
-            other=0.0,
-        )
-        sums = tl.dot(left, right, sums, input_precision="ieee")
-    if has_bias:
+        left = tl.load(lefts + start, mask=(row[:, None] < rows) & is_input[None], other=0.0)
+        right = tl.load(rights + start, mask=(output[None] < outputs) & is_input[:, None], other=0)
+        if scales is None:
+            sums = tl.dot(left, right, sums, input_precision="ieee")
+        else:  # As convert_row of cpu/formats.py, and as its products.
+            left = left.to(tl.float32)
+            largest = tl.max(tl.abs(left), 1)
+            largest = tl.where(largest < 2.0**-120, 0.0, largest) + tl.sum(left * 0, 1)  # NaN of what is no number.
+            inverse = tl.where(largest > 0, tl.div_rn(largest * 0 + 127, tl.where(largest > 0, largest, 1.0)), 0.0)
+            left = (left * inverse[:, None] + 12582912.0) - 12582912.0  # 1.5 * 2^23: the nearest integer.
+            exact = tl.dot(left.to(tl.int8), right)
+            sums += exact.to(tl.float32) * tl.div_rn(largest, largest * 0 + 127)[:, None]
+    if scales is not None:
+        sums *= tl.load(scales + output, mask=output < outputs, other=0.0)[None]
+    if bias is not None:
         sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None]
-    place = row[:, None].to(tl.int64) * outputs + output[None]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (output[None] < outputs))
+    is_number = (row[:, None] < rows) & (output[None] < outputs)
+    tl.store(out + row[:, None] * outputs + output[None], sums.to(out.dtype.element_ty), mask=is_number)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of x [T, inputs] in tiles of one size: a row's bits do not depend on the others."""
-    x = x.contiguous()
-    out = x.new_empty(len(x), len(weight))
-    _linear[triton.cdiv(len(weight), _TILE_OUTPUTS), triton.cdiv(len(x), _TILE_ROWS)](
-        *(x, weight, out if bias is None else bias, out, len(x), *weight.shape),
-        tile_rows=_TILE_ROWS,
-        tile_outputs=_TILE_OUTPUTS,
-        tile_inputs=_TILE_INPUTS,
-        has_bias=bias is not None,
-    )
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [T, inputs] to x·weightᵀ + bias [T, outputs], so that a row's bits do not depend on the others.
+
+    With int8 weights the inputs become int8 too, INT8_BLOCK with one scale, as on the CPU, and the same sums.
+    """
+    x, out = x.contiguous(), x.new_empty(len(x), len(matrix.weight))
+    tile = _FLOAT_TILE if matrix.scales is None else _FEW_ROWS_TILE if len(x) <= _FEW_ROWS_TILE[0] else _INT8_TILE
+    _linear[triton.cdiv(out.shape[1], tile[1]), triton.cdiv(len(x), tile[0])](
+        x, matrix.weight, matrix.bias, matrix.scales, out, len(x), *matrix.weight.shape,
+        tile_rows=tile[0], tile_outputs=tile[1], tile_inputs=tile[2], num_stages=tile[3],
+        enable_fp_fusion=False,  # A CPU rounds each product and each sum.
+    )  # fmt: skip
     return out
 
 
@@ -202,11 +167,16 @@ class GpuOperations:
     turn_and_store, add_norm, gate = staticmethod(turn_and_store), staticmethod(add_norm), staticmethod(gate)
 
     def __init__(self, is_exact: bool) -> None:
-        self.attend = PagedAttention(is_exact)
-        self.linear = linear if is_exact else F.linear
+        self.attend = partial(attend, lanes=1 if is_exact else LANES)
+        self._is_exact = is_exact
+
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """See `linear`; floats by the library unless it is to be exact."""
+        takes = self._is_exact or matrix.scales is not None
+        return linear(x, matrix) if takes else F.linear(x, matrix.weight, matrix.bias)
 
     def check(self, device: torch.device) -> None:
-        """Compiles and runs a kernel; raises where Triton or its compiler cannot."""
-        numbers = torch.ones(1, 2, device=device)
+        """Compiles and runs kernels; raises where Triton or its compiler cannot."""
+        numbers = torch.ones(2, 2, device=device)
         if not torch.allclose(gate(numbers), F.silu(numbers[:, :1])):
             raise RuntimeError("a kernel is wrong")

@@ -1,15 +1,24 @@
-"""What the kernels take.
+"""What the kernels of kernels.py take; tests/support/plain_kernels.py has each in plain torch.
 
 Keys are [blocks, heads, head size, page] and values [blocks, heads, page, value size] of one layer of the cache, whose
-strides beyond the first two are those of a contiguous tensor. tests/support/plain_kernels.py has each operation in
-plain torch.
+blocks are equally far apart, and whose strides beyond the first are those of a contiguous tensor.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
+
+INT8_BLOCK = 128  # Inputs that share a scale, as on the CPU.
+
+
+class Matrix(NamedTuple):
+    """Weights [outputs, inputs], biases [outputs], and of int8 weights the scales, float32 [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -18,6 +27,14 @@ class Scores(NamedTuple):
     scale: float
     cap: float = 0.0
     sinks: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """Root mean square norms of each query and each key head: weights [head size]."""
+
+    query: Tensor
+    key: Tensor
+    epsilon: float
 
 
 @dataclass(frozen=True)
@@ -37,49 +54,4 @@ class Tokens:
     tiles: Callable[[int], Tensor]
 
 
-class HeadNorms(NamedTuple):
-    """Root mean square norms of each query and each key head: weights [head size]."""
-
-    query: Tensor
-    key: Tensor
-    epsilon: float
-
-
-class Attend(Protocol):
-    """Paged attention."""
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
-        """Output [T, query heads, value size] of queries [T, query heads, head size].
-
-        The keys and values of the tokens are in the cache already.
-        """
-
-
-class Operations(Protocol):
-    """The operations of a decoder."""
-
-    @property
-    def attend(self) -> Attend: ...
-
-    def turn_and_store(
-        self,
-        packed: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-        keys: Tensor,
-        values: Tensor,
-        tokens: Tokens,
-    ) -> Tensor:
-        """Norms and turns queries and keys of `packed` [T, queries, keys and values]; stores keys and values.
-
-        Returns the queries [T, query heads, head size]. `rotary`: cosines and sines [T, head size].
-        """
-
-    def add_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """The sum [T, n], and its root mean square norm times `weight` [n]."""
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """SiLU of the first half of each row, times its second half."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`torch.nn.functional.linear` of x [T, inputs]."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tokens, Scores], Tensor]

@@ -8,101 +8,69 @@ Not `torch.nn.attention.varlen_attn`: it has no sinks, caps of scores, or values
 machines has none that reads pages. With TRITON_INTERPRET=1 Triton's kernels run on a CPU.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import next_power_of_2
 
 from headrace_predictor.engine.gpu.operations import Scores, Tokens
 
+LANES = 16  # Parts of the keys of a token that decodes, computed at the same time.
 _LEAST_ROWS = 16  # Of a product of tensor cores.
 _PROMPT_BYTES = 64 << 8  # Of the queries of a tile of a prompt: 64 rows of 128 numbers of 16 bits.
 _AHEAD_BYTES = 256  # Of a key, of which several blocks are loaded ahead.
-_LANES = 16  # Parts of the keys of a token that decodes, computed at the same time.
-_LEAST_PART = 256  # Keys.
-_KEYS = 32  # At once.
+_LEAST_PART = tl.constexpr(256)  # Keys.
+_KEYS = tl.constexpr(32)  # At once.
 
 
 @triton.jit(do_not_specialize=["table_row"])  # It differs from step to step, and each kind would be compiled.
 def _attend(
-    queries,
-    keys,
-    values,
-    table,
-    tiles,
-    firsts,
-    ends,
-    sinks,
-    out,
-    parts,
-    weights,
-    scale,
-    cap,
-    query_row,
-    query_stride,
-    key_block,
-    key_head,
-    value_block,
-    value_head,
-    table_row,
-    group: tl.constexpr,
-    size: tl.constexpr,
-    value_size: tl.constexpr,
-    page: tl.constexpr,
-    tile_rows: tl.constexpr,
-    lanes: tl.constexpr,
-    least_part: tl.constexpr,
-    key_count: tl.constexpr,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    has_tiles: tl.constexpr,
-    has_cap: tl.constexpr,
-    has_sinks: tl.constexpr,
-):
+    queries, keys, values, table, tiles, firsts, ends, sinks, out, totals,
+    scale, cap, block_size, table_row,
+    group: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr, page: tl.constexpr,
+    width: tl.constexpr, value_width: tl.constexpr, tile_rows: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
     tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if has_tiles:
+    if tiles is None:
+        begin, count, owner = tile, 1, tile
+    else:
         begin = tl.load(tiles + 3 * tile)
         count = tl.load(tiles + 3 * tile + 1)
         owner = tl.load(tiles + 3 * tile + 2)
-    else:
-        begin, count, owner = tile, 1, tile
     row = tl.arange(0, tile_rows)
     is_row = row < count * group
     token = begin + row // group
     query_head = head * group + row % group
-    query_heads = tl.num_programs(1) * group
-    d, e, n = tl.arange(0, width), tl.arange(0, value_width), tl.arange(0, key_count)
-    query = tl.load(
-        queries + token[:, None].to(tl.int64) * query_row + query_head[:, None] * query_stride + d[None],
-        mask=is_row[:, None] & (d[None] < size),
-        other=0.0,
-    )
+    place = token.to(tl.int64) * group * tl.num_programs(1) + query_head
+    d, e, n = tl.arange(0, width), tl.arange(0, value_width), tl.arange(0, _KEYS)
+    query = tl.load(queries + place[:, None] * size + d[None], mask=is_row[:, None] & (d[None] < size), other=0.0)
     first = tl.load(firsts + token, mask=is_row, other=0)
     end = tl.load(ends + token, mask=is_row, other=0)
-    low = tl.load(firsts + begin) // key_count * key_count  # Both ends of the range ascend along the tokens.
+    low = tl.load(firsts + begin) // _KEYS * _KEYS  # Both ends of the range ascend along the tokens.
     high = tl.load(ends + begin + count - 1)
-    part = (
-        tl.maximum(tl.cdiv(tl.cdiv(high - low, lanes), key_count) * key_count, least_part) if lanes > 1 else high - low
-    )
+    part = tl.maximum(tl.cdiv(tl.cdiv(high - low, lanes), _KEYS) * _KEYS, _LEAST_PART)
     low += lane * part
     high = tl.minimum(high, low + part)
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
+    if sinks is not None:  # A key without a value, which the first lane has.
+        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32)
+        highest = tl.where(lane == 0, sink, highest)
+        total = tl.where(lane == 0, total + 1.0, total)
     sums = tl.zeros((tile_rows, value_width), tl.float32)
-    for start in range(low, high, key_count):
+    for start in range(low, high, _KEYS):
         position = start + n
         is_key = position < high
-        block = tl.load(table + owner * table_row + position // page, mask=is_key, other=0).to(tl.int64)
+        block = tl.load(table + owner * table_row + position // page, mask=is_key, other=0).to(tl.int64) * block_size
         offset = position % page
         key = tl.load(
-            keys + block[None] * key_block + head * key_head + d[:, None] * page + offset[None],
+            keys + block[None] + (head * size + d[:, None]) * page + offset[None],
             mask=is_key[None] & (d[:, None] < size),
             other=0.0,
         )
         score = tl.dot(query, key, input_precision="ieee") * scale
-        if has_cap:
+        if cap > 0:
             score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
         is_reached = (position[None] >= first[:, None]) & (position[None] < end[:, None]) & is_key[None]
         score = tl.where(is_reached, score, float("-inf"))
@@ -111,112 +79,68 @@ def _attend(
         weight = tl.exp(score - base[:, None])
         shrink = tl.exp(highest - base)
         value = tl.load(
-            values + block[:, None] * value_block + head * value_head + offset[:, None] * value_size + e[None],
+            values + block[:, None] + (head * page + offset[:, None]) * value_size + e[None],
             mask=is_key[:, None] & (e[None] < value_size),
             other=0.0,
         )
         total = total * shrink + tl.sum(weight, 1)
         sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = higher
-    place = token.to(tl.int64) * query_heads + query_head
-    is_number = is_row[:, None] & (e[None] < value_size)
+    place = place * lanes + lane
     if lanes > 1:
-        tl.store(weights + 2 * (place * lanes + lane), highest, mask=is_row)
-        tl.store(weights + 2 * (place * lanes + lane) + 1, total, mask=is_row)
-        if low < high:
-            tl.store(parts + ((place * lanes + lane) * value_size)[:, None] + e[None], sums, mask=is_number)
-    else:
-        if has_sinks:
-            sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32)
-            higher = tl.maximum(highest, sink)
-            total = total * tl.exp(highest - higher) + tl.exp(sink - higher)
-            sums *= tl.exp(highest - higher)[:, None]
-        total = tl.where(is_row, total, 1.0)
-        tl.store(out + (place * value_size)[:, None] + e[None], (sums / total[:, None]).to(query.dtype), mask=is_number)
+        tl.store(totals + 2 * place, highest, mask=is_row)
+        tl.store(totals + 2 * place + 1, total, mask=is_row)
+    if low < high:
+        output = sums / tl.where(total > 0, total, 1.0)[:, None]
+        is_number = is_row[:, None] & (e[None] < value_size)
+        tl.store(out + place[:, None] * value_size + e[None], output.to(out.dtype.element_ty), mask=is_number)
 
 
 @triton.jit
-def _join(
-    parts,
-    weights,
-    sinks,
-    out,
-    value_size: tl.constexpr,
-    lanes: tl.constexpr,
-    value_width: tl.constexpr,
-    has_sinks: tl.constexpr,
-):
-    token, head = tl.program_id(0), tl.program_id(1)
-    place = token.to(tl.int64) * tl.num_programs(1) + head
-    lane, e = tl.arange(0, lanes), tl.arange(0, value_width)
-    highests = tl.load(weights + 2 * (place * lanes + lane))
-    totals = tl.load(weights + 2 * (place * lanes + lane) + 1)
-    highest = tl.max(highests, 0)
-    if has_sinks:
-        sink = tl.load(sinks + head).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    factors = tl.exp(highests - highest)
-    total = tl.sum(totals * factors, 0)
-    if has_sinks:
-        total += tl.exp(sink - highest)
-    is_part = (highests != float("-inf"))[:, None] & (e[None] < value_size)
-    sums = tl.load(parts + ((place * lanes + lane) * value_size)[:, None] + e[None], mask=is_part, other=0.0)
-    joined = tl.sum(sums * factors[:, None], 0) / total
+def _join(parts, totals, out, value_size: tl.constexpr, value_width: tl.constexpr, lanes: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    lane, e = place * lanes + tl.arange(0, lanes), tl.arange(0, value_width)
+    highest, total = tl.load(totals + 2 * lane), tl.load(totals + 2 * lane + 1)
+    factor = total * tl.exp(highest - tl.max(highest, 0))
+    is_number = (total > 0)[:, None] & (e[None] < value_size)
+    part = tl.load(parts + lane[:, None] * value_size + e[None], mask=is_number, other=0.0)
+    joined = tl.sum(part * factor[:, None], 0) / tl.sum(factor, 0)
     tl.store(out + place * value_size + e, joined.to(out.dtype.element_ty), mask=e < value_size)
 
 
-class PagedAttention(NamedTuple):
-    """The kernel. With `is_exact`, a token has the same bits where it decodes and in a prompt's chunk."""
+def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores, lanes: int = LANES) -> Tensor:
+    """Output [T, query heads, value size] of queries [T, query heads, head size], whose keys and values are stored.
 
-    is_exact: bool = False
+    With one lane a token has the same bits where it decodes and in a prompt's chunk.
+    """
+    queries = queries.contiguous()
+    count, query_heads, size = queries.shape
+    heads, page, value_size = values.shape[1:]
+    group, width, value_width = query_heads // heads, *(max(16, next_power_of_2(n)) for n in (size, value_size))
+    out = queries.new_empty(count, query_heads, value_size)
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
-        """See `Attend`."""
-        count, query_heads, size = queries.shape
-        heads, value_size, page = values.shape[1], values.shape[3], values.shape[2]
-        group = query_heads // heads
-        out = queries.new_empty(count, query_heads, value_size)
-        sinks = out if scores.sinks is None else scores.sinks
-        width = max(16, triton.next_power_of_2(size))
-        least = max(_LEAST_ROWS, triton.next_power_of_2(group))
-        lanes = 1 if self.is_exact else _LANES
-        parts = weights = out
-        if lanes > 1:
-            parts = torch.empty(tokens.decodes, query_heads, lanes, value_size, dtype=torch.float32, device=out.device)
-            weights = torch.empty(tokens.decodes, query_heads, lanes, 2, dtype=torch.float32, device=out.device)
-        shapes: dict[str, Any] = {
-            "value_size": value_size,
-            "value_width": max(16, triton.next_power_of_2(value_size)),
-            "has_sinks": scores.sinks is not None,
-        }
+    def launch(tiles: Tensor | None, number: int, rows: int, lanes: int, out: Tensor, totals: Tensor | None) -> None:
+        _attend[number, heads, lanes](
+            queries, keys, values, tokens.table, tiles, tokens.firsts, tokens.ends, scores.sinks, out, totals,
+            scores.scale, scores.cap, keys.stride(0), tokens.table.stride(0),
+            group=group, size=size, value_size=value_size, page=page,
+            width=width, value_width=value_width, tile_rows=rows, lanes=lanes,
+            # What is loaded ahead is in shared memory, of which some GPUs have 99 KiB.
+            num_stages=3 if width * queries.itemsize <= _AHEAD_BYTES else 1,
+        )  # fmt: skip
 
-        def attend(tiles: Tensor | None, number: int, rows: int, lanes: int) -> None:
-            _attend[number, heads, lanes](
-                *(queries, keys, values, tokens.table, out if tiles is None else tiles),
-                *(tokens.firsts, tokens.ends, sinks, out, parts, weights, scores.scale, scores.cap),
-                *(*queries.stride()[:2], keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-                tokens.table.stride(0),
-                group=group,
-                size=size,
-                page=page,
-                tile_rows=rows,
-                lanes=lanes,
-                least_part=_LEAST_PART,
-                key_count=_KEYS,
-                width=width,
-                has_tiles=tiles is not None,
-                has_cap=scores.cap > 0,
-                # What is loaded ahead is in shared memory, of which some GPUs have 99 KiB.
-                num_stages=3 if width * queries.itemsize <= _AHEAD_BYTES else 1,
-                **shapes,
-            )
-
-        if tokens.decodes:
-            attend(None, tokens.decodes, least, lanes)
-            if lanes > 1:
-                _join[tokens.decodes, query_heads](parts, weights, sinks, out, lanes=lanes, **shapes)
-        if tokens.decodes < count:
-            rows = least if self.is_exact else max(least, _PROMPT_BYTES // (width * queries.itemsize))
-            tiles = tokens.tiles(max(1, rows // group))
-            attend(tiles, len(tiles), rows, 1)
-        return out
+    least = max(_LEAST_ROWS, next_power_of_2(group))
+    decodes = tokens.decodes
+    if decodes and lanes == 1:
+        launch(None, decodes, least, 1, out, None)
+    elif decodes:
+        parts, totals = (
+            torch.empty(decodes, query_heads, lanes, n, dtype=torch.float32, device=out.device) for n in (value_size, 2)
+        )
+        launch(None, decodes, least, lanes, parts, totals)
+        _join[(decodes * query_heads,)](parts, totals, out, value_size, value_width, lanes)
+    if decodes < count:
+        rows = least if lanes == 1 else max(least, _PROMPT_BYTES // (width * queries.itemsize))
+        tiles = tokens.tiles(max(1, rows // group))
+        launch(tiles, len(tiles), rows, 1, out, None)
+    return out

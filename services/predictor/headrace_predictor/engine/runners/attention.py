@@ -136,14 +136,40 @@ def current_plan() -> StepPlan:
     return _CURRENT.get()
 
 
+class BlockTable:
+    """A table of blocks that is kept between steps, because it hardly changes; grows as needed."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros((0, 0), dtype=np.int32)  # [rows, blocks], padded with block 0.
+        self._filled: list[tuple[list[int], int]] = []  # The blocks in each of its rows.
+
+    def fill(self, rows: Rows[list[int]], width: int = 0) -> list[int]:
+        """Fills its first rows with blocks; returns those that changed. It gets at least `width` columns.
+
+        A sequence's list only grows; after a preemption, when any block may differ, it has another.
+        """
+        if self.array.shape[0] < len(rows) or self.array.shape[1] < width:
+            # Twice the needed size, so that it rarely grows.
+            self.array = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
+            self._filled = [([], 0)] * (2 * len(rows))
+        changed = []
+        for i, blocks in enumerate(rows):
+            if self._filled[i][0] is not blocks or self._filled[i][1] != len(blocks):
+                used = blocks[: self.array.shape[1]]
+                self.array[i] = 0
+                self.array[i, : len(used)] = used
+                self._filled[i] = blocks, len(blocks)
+                changed.append(i)
+        return changed
+
+
 class StepPlanner:
-    """Creates plans; keeps the table of running sequences between steps, because it hardly changes."""
+    """Creates plans."""
 
     def __init__(self, cache: KeyValueCache, attend: Attend | None = None) -> None:
         self._cache = cache
         self._attend = attend
-        self._table = np.zeros((0, 0), dtype=np.int32)
-        self._filled: list[tuple[list[int], int]] = []  # The blocks in each of its rows.
+        self._table = BlockTable()
 
     def plan(self, rows: Rows[Row], adapted: Sequence[AdaptedTokens] = ()) -> StepPlan:
         """The plan for rows, of which those with one id come first; `adapted`: see `adapted_tokens`."""
@@ -155,35 +181,15 @@ class StepPlanner:
             chunks.append(Chunk(owner, len(ends), row.count, row.start))
             owners += [owner] * row.count
             ends += range(row.start + 1, row.start + row.count + 1)
-        table = self._blocks(rows, -(-max(ends) // BLOCK_TOKENS))
+        width = -(-max(ends) // BLOCK_TOKENS)
+        self._table.fill([row.sequence.blocks for row in rows], width)
+        table = np.ascontiguousarray(self._table.array[: len(rows), :width])
         self._cache.expect(int(table.max()))
         tensors = self._tensor(table), self._tensor(owners), self._tensor(ends)
         return StepPlan(self._cache, decodes, chunks, *tensors, adapted, self._attend)
 
     def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
         return on_device(values, np.int32, self._cache.device)
-
-    def _blocks(self, rows: Rows[Row], width: int) -> NDArray[np.int32]:
-        if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
-            # Twice the needed size, so that it rarely grows.
-            self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
-            self._filled = [([], 0)] * (2 * len(rows))
-        for i, row in enumerate(rows):
-            blocks = row.sequence.blocks
-            if not is_filled(self._filled[i], blocks):
-                used = blocks[: self._table.shape[1]]
-                self._table[i] = 0
-                self._table[i, : len(used)] = used
-                self._filled[i] = blocks, len(blocks)
-        return np.ascontiguousarray(self._table[: len(rows), :width])
-
-
-def is_filled(filled: tuple[list[int], int], blocks: list[int]) -> bool:
-    """Whether a row of a table that was filled with a list of so many blocks has these.
-
-    A sequence's list only grows; after a preemption, when any block may differ, it has another.
-    """
-    return filled[0] is blocks and filled[1] == len(blocks)
 
 
 class PackedPositions:

@@ -10,26 +10,19 @@ without graphs; `record` is a parameter so that buckets and buffers can be teste
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_predictor.engine.gpu.operations import Attend
-from headrace_predictor.engine.runners.attention import StepPlan, is_filled
+from headrace_predictor.engine.runners.attention import BlockTable, StepPlan
 from headrace_predictor.engine.sampling.sampler import choose
 from headrace_predictor.engine.state.cache import KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row
 
-
-class Pass(NamedTuple):
-    """What a pass leaves until the next one runs: logits [rows, vocabulary], and the tokens [rows] chosen by them."""
-
-    logits: Tensor
-    tokens: Tensor
-
-
+# What a pass leaves until the next one runs: logits [rows, vocabulary], and the tokens [rows] chosen by them.
+Pass = tuple[Tensor, Tensor]
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]
 Record = Callable[[Callable[[], Pass]], Callable[[], Pass]]
 
@@ -39,9 +32,8 @@ _NOTHING: list[int] = []  # The blocks of a row that pads.
 
 def row_bucket(rows: int) -> int:
     """The rows of the pass that serves `rows` rows: powers of two up to 16, then multiples of 8, then of 16."""
-    if rows <= 16:
-        return 1 << (rows - 1).bit_length()
-    return -(-rows // 8) * 8 if rows <= 32 else -(-rows // 16) * 16
+    step = 8 if rows <= 32 else 16
+    return 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // step) * step
 
 
 class CudaRecorder:
@@ -95,9 +87,8 @@ class DecodeGraphs:
         self._ends = torch.ones(most, dtype=torch.int32, device=device)
         self._owners = torch.arange(most, dtype=torch.int32, device=device)
         self._table = torch.zeros(most, blocks, dtype=torch.int32, device=device)
-        self._temperatures = torch.zeros(most, device=device)
-        self._numbers = torch.zeros(most, dtype=torch.float64, device=device)
-        self._filled: list[tuple[list[int], int]] = [(_NOTHING, 0)] * most  # The blocks in each row of the table.
+        self._host_table = BlockTable()
+        self._drawn = torch.zeros(2, most, dtype=torch.float64, device=device)  # Temperatures, uniform numbers.
         self._logits = self._forward_of(most).clone()  # Of all passes: those of each would take as much memory again.
         buckets = sorted({row_bucket(count) for count in range(1, rows + 1)}, reverse=True)
         self._passes = {
@@ -109,46 +100,28 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._passes)
 
-    def run(self, rows: Rows[Row], ids: Rows[int] | Tensor | None, drawn: Rows[tuple[float, float]]) -> Pass:
+    def run(self, rows: Rows[Row], ids: Tensor | None, drawn: Rows[tuple[float, float]] = ()) -> Pass:
         """Computes rows with one id each.
 
-        `ids` of the rows; None: the tokens of the pass before, of the same rows. `drawn`: temperatures and uniform
-        numbers; where the temperature is 0, the likeliest token is chosen.
+        `ids` [rows]; None: the tokens of the pass before, of the same rows. `drawn`: temperatures and uniform
+        numbers; where the temperature is 0, and without them, the likeliest token is chosen.
         """
-        count = len(rows)
+        count, device = len(rows), self._cache.device
         bucket = row_bucket(count)
-        self._fill_table(rows, bucket)
-        ends = np.ones(bucket, np.int32)
-        ends[:count] = [row.start + 1 for row in rows]
-        self._ends[:bucket] = on_device(ends, np.int32, self._cache.device)
+        padding = bucket - count
+        blocks = [row.sequence.blocks for row in rows] + [_NOTHING] * padding
+        if changed := self._host_table.fill(blocks, self._table.shape[1]):
+            width = max(1, *(len(blocks[i]) for i in changed))  # What is beyond the ends of a row is never read.
+            contents = on_device(self._host_table.array[changed, :width], np.int32, device)
+            self._table[:, :width].index_copy_(0, on_device(changed, np.int64, device), contents)
+        self._ends[:bucket] = on_device([row.start + 1 for row in rows] + [1] * padding, np.int32, device)
         if ids is not None:
-            given = ids if isinstance(ids, Tensor) else on_device(ids, np.int64, self._cache.device)
-            self._ids[0, :count] = given
+            self._ids[0, :count] = ids
         draws = any(temperature for temperature, _ in drawn)
         if draws:
-            parameters = on_device(drawn, np.float64, self._cache.device)
-            self._temperatures[:count] = parameters[:, 0]
-            self._numbers[:count] = parameters[:, 1]
+            self._drawn[:, :count] = on_device(drawn, np.float64, device).T
         logits, tokens = self._passes[bucket, draws]()
-        return Pass(logits[:count], tokens[:count])
-
-    def _fill_table(self, rows: Rows[Row], bucket: int) -> None:
-        changed = []
-        for i in range(bucket):
-            blocks = rows[i].sequence.blocks if i < len(rows) else _NOTHING
-            if not is_filled(self._filled[i], blocks):
-                self._filled[i] = blocks, len(blocks)
-                changed.append(i)
-        if changed:
-            # What is beyond the ends of a row is never read.
-            width = max(1, *(self._filled[i][1] for i in changed))
-            contents = np.zeros((len(changed), width), np.int32)
-            for at, i in enumerate(changed):
-                blocks, length = self._filled[i]
-                contents[at, :length] = blocks[:length]
-            device = self._cache.device
-            places = on_device(changed, np.int64, device)
-            self._table[:, :width].index_copy_(0, places, on_device(contents, np.int32, device))
+        return logits[:count], tokens[:count]
 
     def _forward_of(self, rows: int) -> Tensor:
         # A plan caches derived tensors, so each pass needs its own.
@@ -158,16 +131,16 @@ class DecodeGraphs:
 
     def _compute(self, rows: int, draws: bool) -> Pass:
         logits = self._logits[:rows].copy_(self._forward_of(rows))
-        tokens = choose(logits, *((self._temperatures[:rows], self._numbers[:rows]) if draws else ()))
+        tokens = choose(logits, *(self._drawn[:, :rows] if draws else ()))
         self._ids[0, :rows] = tokens.clamp(min=0)
-        return Pass(logits, tokens)
+        return logits, tokens
 
     def check(self) -> None:
         """Raises RuntimeError if a recorded pass has other numbers than the same pass without a recording."""
         for rows, draws in (max(self._passes), min(self._passes)):
             self._ids.zero_()
-            expected = self._compute(rows, draws).logits.clone()
+            expected = self._compute(rows, draws)[0].clone()
             self._ids.zero_()
-            error = (self._passes[rows, draws]().logits - expected).abs().max()
+            error = (self._passes[rows, draws]()[0] - expected).abs().max()
             if not bool(error <= _TOLERANCE * expected.abs().max()):
                 raise RuntimeError(f"a recorded pass of {rows} rows has other logits")

@@ -89,7 +89,11 @@ def plan_memory(
     whole = ((settings.max_context or own) + 2 * BLOCK_TOKENS) * copies * shape.bytes_per_token
     # Weights that are still pages of their files count as free, until packing copies them.
     weights = getattr(model, "unread_bytes", 0)
-    if getattr(model, "are_pages_of_files", True):
+    if model.device.type == "cuda":
+        # There already; int8 ones are made of them before the cache is.
+        shrinks = [tensor for tensor in model.parameters() if tensor.dim() == 2 and settings.weights == "int8"]
+        weights = -sum(tensor.numel() * (tensor.itemsize - 1) for tensor in shrinks)
+    elif getattr(model, "are_pages_of_files", True):
         weights += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
     states = (settings.max_running or _LEAST_RUNNING) * state_bytes
     memory = cache_memory(name, model.device, settings, whole + states, weights)
@@ -132,14 +136,14 @@ def cache_memory(
 ) -> int:
     """Bytes for keys and values; raises StartupError if a setting asks for more than there is.
 
-    `whole_context`: the bytes for one; `weights`: bytes that will be taken from the free memory yet.
+    `whole_context`: the bytes for one; `weights`: bytes that will be taken from the free memory yet, or be freed.
     """
     size = settings.kv_cache_memory
     most: int | None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = int(total * settings.gpu_memory_share) - torch.cuda.memory_reserved(device)
-        most = min(share, free)
+        most = min(share, free) - weights
         if size is None:
             return max(0, most)
     else:

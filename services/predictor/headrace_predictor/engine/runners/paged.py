@@ -4,8 +4,10 @@ Tokens of all rows are packed into one row of ids with explicit positions; only 
 ends and the next begins. `proof.py` verifies at load that this is right for the model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence as Rows
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +17,6 @@ from headrace_predictor.engine.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
-from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
@@ -26,6 +27,9 @@ from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDec
 from headrace_predictor.engine.sampling.sampler import choose_each, uniform
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
+
+if TYPE_CHECKING:
+    from headrace_predictor.engine.gpu.kernels import GpuOperations
 
 _UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
 _PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
@@ -84,7 +88,7 @@ class PagedRunner(ModelRunner):
         rotary: SequenceRotary | None = None,
         streamed: StreamedDecoder | None = None,
         tells_positions: bool = False,
-        operations: Operations | None = None,
+        operations: GpuOperations | None = None,
     ) -> None:
         """After `find_reaches`. With `tells_positions`, the model gets positions by `PackedPositions` too.
 
@@ -118,11 +122,15 @@ class PagedRunner(ModelRunner):
         """
         if self._attend is None:
             raise ValueError("a runner without kernels records nothing")
-        blocks = -(-context // BLOCK_TOKENS)
-        graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, blocks, record)
+        graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, -(-context // BLOCK_TOKENS), record)
         graphs.check()
         self._graphs = graphs
         return len(graphs)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `choose` is right and pays: on a GPU with kernels."""
+        return self._attend is not None and self._rotary is None
 
     def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
         """Computes rows with one id each, and chooses their tokens [rows] at these output positions, on the device.
@@ -130,32 +138,24 @@ class PagedRunner(ModelRunner):
         `tokens`: the rows' ids, where the host does not know them yet. The parameters are plain. On CUDA nothing waits
         for the device.
         """
-        parameters = [row.sequence.sampling for row in rows]
-        ids: Tensor | list[int] | None = tokens
         sequences = [row.sequence for row in rows]
+        parameters = [sequence.sampling for sequence in sequences]
+        ids: Tensor | None = None  # What the last pass has left.
         if tokens is None:
-            ids = [row.sequence.ids[row.start] for row in rows]
-        elif self._graphs is not None and sequences == self._left:
-            ids = None
+            ids = self._tensor([row.sequence.ids[row.start] for row in rows])
+        elif sequences != self._left:
+            ids = tokens.clamp(min=0)
         is_filtered = any(one.is_filtered for one in parameters)
         if self._graphs is None or len(rows) > self._graphs.rows:
-            known = self._tensor(ids) if isinstance(ids, list) else tokens.clamp(min=0)  # type: ignore[union-attr]
-            logits, self._left = self._decode(rows, known[None]), []
+            logits, self._left = self._decode(rows, ids), []
             return choose_each(logits, parameters, positions)
-        drawn = [(0.0, 0.0)] * len(rows)
-        if not is_filtered:
-            drawn = [
-                (0.0, 0.0) if one.is_greedy else (one.temperature, uniform(one.seed or 0, position))
-                for one, position in zip(parameters, positions, strict=True)
-            ]
-        done = self._graphs.run(rows, ids.clamp(min=0) if isinstance(ids, Tensor) else ids, drawn)
+        drawn = [
+            (0.0, 0.0) if one.is_greedy or is_filtered else (one.temperature, uniform(one.seed or 0, position))
+            for one, position in zip(parameters, positions, strict=True)
+        ]
+        logits, chosen = self._graphs.run(rows, ids, drawn)
         self._left = [] if is_filtered else sequences
-        return choose_each(done.logits, parameters, positions) if is_filtered else done.tokens
-
-    @property
-    def chooses(self) -> bool:
-        """Whether `choose` is right and pays: on a GPU with kernels."""
-        return self._attend is not None and self._rotary is None
+        return choose_each(logits, parameters, positions) if is_filtered else chosen
 
     def run(self, rows: Rows[Row]) -> Tensor:
         numbers = self._adapter_numbers(rows)
@@ -198,15 +198,13 @@ class PagedRunner(ModelRunner):
         return [Row(self._filler, 0, min(_PADDING, missing - at)) for at in range(0, missing, _PADDING)]
 
     def _decode(self, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
-        """Runs rows with one id, their last: the logits of all ids are wanted, and no row scores."""
-        if ids is None:
-            last = [row.sequence.ids[row.start] for row in rows]
-            if self._graphs is not None and len(rows) <= self._graphs.rows:
-                self._left = []
-                return self._graphs.run(rows, last, [(0.0, 0.0)] * len(rows)).logits
-            ids = self._tensor([last])
+        """Runs rows with one id, `ids` or their last: the logits of all ids are wanted, and no row scores."""
+        known = self._tensor([row.sequence.ids[row.start] for row in rows]) if ids is None else ids
+        if ids is None and self._graphs is not None and len(rows) <= self._graphs.rows:
+            self._left = []
+            return self._graphs.run(rows, known)[0]
         positions = self._tensor([[row.start for row in rows]])
-        return self._forward_rows(rows, ids, positions, self._planner.plan(rows))
+        return self._forward_rows(rows, known[None], positions, self._planner.plan(rows))
 
     def _forward_rows(
         self, rows: Rows[Row], ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None

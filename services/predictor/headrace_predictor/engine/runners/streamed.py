@@ -53,8 +53,10 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
 
     `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies it; quantised matrices of a
     file as they are, if all are such. Raises StartupError for an integer format that cannot be computed; int8 and int4
-    can in the linear layers of other models too.
+    can in the linear layers of other models too, and int8 on a GPU.
     """
+    if wanted == "int8" and model.device.type == "cuda":
+        return None  # See gpu_decoder.py.
     reason = _reason_against(model)
     outer = model.get_input_embeddings(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in outer]
