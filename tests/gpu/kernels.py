@@ -13,7 +13,11 @@ class _Outcomes:
         self.passed = self.run = self.skipped = 0
         self._report = report
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:  # A file that cannot be read has no tests.
+            self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.skipped:
             self.skipped += 1
         elif report.failed or report.when == "call":

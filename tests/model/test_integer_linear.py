@@ -16,7 +16,10 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.integer_linear import IntegerLinear, Quantisation
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
 from headrace_predictor.engine.cpu.packed_linear import pack_mixtures
+from headrace_predictor.engine.gpu.operations import Matrix
+from headrace_predictor.engine.runners.gpu_decoder import quantise
 from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
+from tests.support import plain_kernels
 from tests.support.full import usually
 from tests.support.in_process_engine import submit
 from tests.support.integer_reference import Linear
@@ -40,6 +43,17 @@ def test_a_product_is_that_of_the_reference(format_, dtype):
     assert torch.equal(layer(x), torch.from_numpy(expected).to(dtype))
     assert torch.equal(layer(x[None, :3]), layer(x)[None, :3])
     assert layer(x[:0]).shape == (0, OUTPUTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_a_gpu_is_the_same(dtype):
+    weight, bias, x = numbers(OUTPUTS, INPUTS).to(dtype), numbers(OUTPUTS).to(dtype), numbers(ROWS, INPUTS).to(dtype)
+    x[1] *= 1e-37
+    expected = IntegerLinear(weight, bias, "int8", False, PackedFile())(x)
+    layer = nn.Linear(1, 1)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    quantise(nn.Sequential(layer))
+    assert torch.equal(plain_kernels.linear(x, Matrix(layer.weight, layer.bias, layer.weight.scales)), expected)
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -64,11 +64,11 @@ def linear(x: Tensor, matrix: Matrix) -> Tensor:
     weight, bias, scales = matrix
     if scales is None:
         return F.linear(x, weight, bias)
-    sums = torch.zeros(len(x), len(weight))
+    sums, most = torch.zeros(len(x), len(weight), device=x.device), torch.full((), 127.0, device=x.device)
     parts = zip(x.float().split(INT8_BLOCK, 1), weight.float().split(INT8_BLOCK, 1), strict=True)
     for numbers, weights in parts:  # The sums of integers are exact in float32 too.
         largest = numbers.abs().amax(1, keepdim=True)
         largest = largest.where(largest >= 2.0**-120, 0.0)
-        inverse = torch.where(largest > 0, 127 / largest, 0.0)
-        sums += (numbers * inverse).round() @ weights.T * (largest / 127)
+        inverse = torch.where(largest > 0, most / largest, 0.0)
+        sums += (numbers * inverse).round() @ weights.T * (largest / most)
     return (sums * scales + (0.0 if bias is None else bias)).to(x.dtype)

@@ -30,7 +30,8 @@ def quantise(model: Any) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)) and not hasattr(module.weight, "scales"):  # It may be tied.
             weight = module.weight.requires_grad_(False)
             rows = weight.data.float()
-            weight.scales = rows.abs().amax(1) / 127  # type: ignore[attr-defined]
+            # By a tensor: on CUDA torch multiplies by the reciprocal of a number.
+            weight.scales = rows.abs().amax(1) / rows.new_full((), 127)  # type: ignore[attr-defined]
             divisors = weight.scales.where(weight.scales > 0, 1.0)[:, None]  # type: ignore[attr-defined]
             weight.data = (rows / divisors).round_().to(torch.int8)
 
