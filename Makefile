@@ -139,7 +139,7 @@ test-tools: $(DEV_DEPENDENCIES) $(TOOLS) $(AGENTS) ## perf_analyzer, genai-perf,
 
 # In DEVICE=cpu the same parts with small shapes. Without make: `python3 tests/gpu/run.py dist/wheels`.
 .PHONY: test-gpu
-test-gpu: $(DEV_DEPENDENCIES) ## judge this machine's GPU in five minutes: exactness, streams, speed (DEVICE=cpu, GPU="--parts machine")
+test-gpu: $(DEV_DEPENDENCIES) ## judge this machine's GPU in nine minutes: exactness, streams, speed (DEVICE=cpu, GPU="--parts machine")
 	@exec $(VENV)/bin/python tests/gpu/run.py $(GPU)
 
 .PHONY: test-arm64

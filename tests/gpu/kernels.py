@@ -1,4 +1,4 @@
-"""The tests of the kernels, tests/model/test_gpu_*.py, by pytest, on the device that is there."""
+"""The tests of the kernels by pytest, on the device that is there; on a CPU those of the path around them too."""
 
 import pytest
 
@@ -31,10 +31,9 @@ class _Outcomes:
 def main() -> None:
     options = part_options()
     report = Report(options.report)
-    files = sorted((ROOT / "tests" / "model").glob("test_gpu_*.py"))
-    if not files:
-        report.note("there are no tests/model/test_gpu_*.py")
-        return
+    files = sorted(
+        (ROOT / "tests" / "model").glob("test_gpu_*.py" if options.device == "cpu" else "test_gpu_kernels.py")
+    )
     outcomes = _Outcomes(report)
     # Another version of a library may warn of what this one does not.
     arguments = ["-q", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors", *map(str, files)]

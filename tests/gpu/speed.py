@@ -50,10 +50,14 @@ Pieces = Sequence[tuple[float, int]]
 
 
 def main() -> None:
-    options = part_options("engine", "shape")
+    options = part_options("engine", "shape", "weights")
     report = Report(options.report)
-    measure = _transformers if options.engine == "transformers" else _headrace
-    measure(options.shape, options.device, report)
+    if options.engine == "transformers":
+        _transformers(options.shape, options.device, report)
+    elif options.device == "cpu" and options.weights != "auto":
+        report.note("not measured: int8 on a CPU, which needs Numba")
+    else:
+        _headrace(options.shape, options.weights, options.device, report)
     if options.device == "cuda":
         report.figure("memory taken GB", torch.cuda.max_memory_reserved() / 1e9)
 
@@ -89,22 +93,21 @@ def _rate(answers: Sequence[Pieces]) -> float:
     return counted / (end - begin) if counted else 0.0
 
 
-def _headrace(shape: str, device: str, report: Report) -> None:
+def _headrace(shape: str, weights: Any, device: str, report: Report) -> None:
     copied = bandwidth(device)
     began = time.perf_counter()
     model = shape_model(shape, device)
-    size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    report.figure("weights GB", size / 1e9)
     report.figure("seconds to make the model", time.perf_counter() - began)
     most = max(_STREAMS)
-    settings = PredictorSettings(
-        device=device, max_running=most, max_waiting=2 * most, max_context=4096, prompt_lookup=False
-    )
+    limits = {"max_running": most, "max_waiting": 2 * most, "max_context": 4096}
+    settings = PredictorSettings(device=device, weights=weights, prompt_lookup=False, **limits)
     prepare_torch(settings)
     began = time.perf_counter()
     engine = build_engine(shape, model, settings, eos_ids=frozenset())
     try:
         report.figure("seconds to build the engine", time.perf_counter() - began)
+        size = int(engine.description["weights_bytes"])
+        report.figure("weights GB", size / 1e9)
         report.figure("KV cache GB", int(engine.description["cache_bytes"]) / 1e9)
         for streams in _STREAMS[:-1] if device == "cpu" else _STREAMS:
             asyncio.run(_answers(engine, streams, _WARM_UP_TOKENS))

@@ -15,10 +15,19 @@ from headrace_predictor.engine.runners.gpu_decoder import quantise
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
-from headrace_predictor.engine.runners.streamed import StreamedDecoder
+from headrace_predictor.engine.runners.streamed import GPU_INT8, StreamedDecoder
 from headrace_predictor.engine.state import cache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
-from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, request
+from tests.model.random_crowd import (
+    LENGTHS,
+    PROMPTS,
+    crowd,
+    model_and_crowd,
+    random_engines,
+    read_all,
+    request,
+    submit_crowd,
+)
 from tests.random_models import random_model
 from tests.support import plain_kernels
 from tests.support.full import FULL, usually
@@ -181,6 +190,21 @@ async def test_sampled_tokens_are_those_of_plain_steps(engine_of, on_gpu, monkey
     assert sum(on_gpu) > len(on_gpu) / 2
     monkeypatch.undo()
     assert overlapped == await answers(engine_of(model))
+
+
+async def test_int8_engines_answer_alone_as_in_a_crowd(engine_of, on_gpu, monkeypatch):
+    monkeypatch.setattr(build, "weight_format", lambda *_: GPU_INT8)
+    model = random_model("qwen3")
+    engine = engine_of(model, weights="int8")
+    own = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+    assert engine.description["weights"] == "int8"
+    assert int(engine.description["weights_bytes"]) < own / 3
+    assert engine.adapters is None
+    answers = [await read_all(slot) for slot in submit_crowd(engine)]
+    assert answers == [
+        await read_all(submit(engine, request(f"a{i}", prompt, length)))
+        for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+    ]
 
 
 class Scenario:

@@ -100,6 +100,7 @@ def test_replicas_on_one_gpu_take_their_shares_in_any_order(monkeypatch, replica
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=total - taken - 2 * GIB: (free, total))
         memory_of_one = cache_memory("m", torch.device("cuda"), settings)
         assert memory_of_one == int(total * 0.85 / replicas) - 2 * GIB
+        assert cache_memory("m", torch.device("cuda"), settings, weights=-GIB) == memory_of_one + GIB
         taken += memory_of_one + 2 * GIB
     assert taken <= total
 

@@ -33,7 +33,7 @@ class PredictorSettings(RecordingSettings):
         description=(
             "Format of the weights of text models on the CPU: int8 and int4 are computed in integers, those of Llama,"
             " Mistral, Qwen2 and Qwen3 the same on every machine, and q8_0 of these; auto: a GGUF file's own, else"
-            " that of dtype. See docs/models.md."
+            " that of dtype. See docs/models.md. On CUDA int8 of these four families."
         ),
     )
     weights_cache: Path = Field(

@@ -38,7 +38,14 @@ from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.runners.proof_conditions import proven_layers
 from headrace_predictor.engine.runners.states import state_bytes
-from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, open_file, packed_file, weight_format
+from headrace_predictor.engine.runners.streamed import (
+    GPU_INT8,
+    GROUPED,
+    StreamedDecoder,
+    open_file,
+    packed_file,
+    weight_format,
+)
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
@@ -83,7 +90,7 @@ def build_engine(
     format_ = weight_format(name, model, settings.weights)
     read_weights(model, proven_layers(model) if format_ == GROUPED else None)
     quantised = None
-    if format_ is None and settings.weights != "auto" and model.device.type == "cpu":
+    if format_ is None and settings.weights != "auto":
         from headrace_predictor.engine.cpu.integer_linear import Quantisation  # Numba is optional.
 
         opened = partial(open_file, model, settings.weights, kept_at, settings.weights_cache_size)
@@ -132,7 +139,7 @@ def build_engine(
         size["weights"] = own if own != GROUPED else "+".join(stored_formats(model)) or settings.weights
         size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
         size |= {"mapped_bytes": str(streamed.mapped_bytes)}
-    elif model.device.type == "cuda" and settings.weights != "auto":
+    elif format_ == GPU_INT8:
         weights_bytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
         size |= {"weights": settings.weights, "weights_bytes": str(weights_bytes)}
     elif quantised is not None:
@@ -157,13 +164,13 @@ def _choose_runner(
     if reason is None:
         if format_ != GROUPED:
             read_weights(model)
-        has_own_products = operations and (settings.exact or settings.weights != "auto")
+        has_own_products = operations is not None and (settings.exact or format_ == GPU_INT8)
         if not has_own_products:  # With an adapter transformers' modules compute all rows of a step.
             adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
-        if operations and settings.weights == "int8":
-            quantise(model)
         streamed = None
-        if format_:
+        if format_ == GPU_INT8:
+            quantise(model)
+        elif format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
         elif operations is None and proof.quantise is None:

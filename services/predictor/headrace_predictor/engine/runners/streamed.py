@@ -42,6 +42,7 @@ GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3For
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
 GROUPED = "grouped"
+GPU_INT8 = "int8 on a GPU"  # See gpu_decoder.py.
 INTEGERS = ("int8", "int4")  # The formats of linear layers in any model.
 _LANES = 16
 _LEAST_KEPT_BYTES = 64 << 20  # Smaller models are packed in no time.
@@ -55,8 +56,8 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
     file as they are, if all are such. Raises StartupError for an integer format that cannot be computed; int8 and int4
     can in the linear layers of other models too, and int8 on a GPU.
     """
-    if wanted == "int8" and model.device.type == "cuda":
-        return None  # See gpu_decoder.py.
+    if wanted == "int8" and model.device.type == "cuda" and type(model) in GATED_MODELS:
+        return GPU_INT8
     reason = _reason_against(model)
     outer = model.get_input_embeddings(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in outer]
