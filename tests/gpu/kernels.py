@@ -1,5 +1,7 @@
 """The tests of the kernels by pytest, on the device that is there; on a CPU those of the path around them too."""
 
+import os
+
 import pytest
 
 from tests.gpu.report import Report, part_options
@@ -35,8 +37,10 @@ def main() -> None:
         (ROOT / "tests" / "model").glob("test_gpu_*.py" if options.device == "cpu" else "test_gpu_kernels.py")
     )
     outcomes = _Outcomes(report)
-    # Another version of a library may warn of what this one does not.
-    arguments = ["-q", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors", *map(str, files)]
+    # A machine may have plugins of other versions, and libraries that warn of what ours do not.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plugins = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
+    arguments = ["-q", "-W", "default", "--continue-on-collection-errors", *plugins, *map(str, files)]
     code = pytest.main(arguments, plugins=[outcomes])
     report.promise("tests of the kernels", outcomes.passed, outcomes.run)
     report.figure("skipped tests", outcomes.skipped)

@@ -96,7 +96,12 @@ async def test_nan_logits_fail_only_their_request(engine_of, outputs, parameters
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("an illegal access")]
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        torch.AcceleratorError("an illegal access"),
+    ],
 )
 async def test_a_device_error_ends_the_engine_at_once(engine_of, error):
     calls = []

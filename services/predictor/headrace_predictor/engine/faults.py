@@ -13,7 +13,9 @@ from torch import Tensor
 from headrace.errors import NotReadyError
 from headrace_predictor.engine.interface import EngineDeadError
 
-_CPU_OUT_OF_MEMORY = "can't allocate memory"  # Text of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
+# Texts of plain RuntimeErrors: of torch's DefaultCPUAllocator, of cuBLAS, and of Triton's launches.
+_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
+_OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 
 _RETRY_AFTER_MS = 100
 
@@ -26,14 +28,16 @@ def check_numbers(logits: Tensor) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether less work at once may succeed."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_OUT_OF_MEMORY in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
 def is_device_error(error: BaseException) -> bool:
     """Whether no later call in this process can succeed."""
     if is_out_of_memory(error):
         return False
-    return isinstance(error, EngineDeadError | torch.AcceleratorError) or "CUDA error" in str(error)
+    if isinstance(error, EngineDeadError | torch.AcceleratorError):
+        return True
+    return any(text in str(error) for text in _OF_THE_DEVICE)
 
 
 class Isolation:
