@@ -38,6 +38,7 @@ RULES = {
         "encoder_no_repeat_ngram_size": 1,
         "max_new_tokens": 16,
         "min_new_tokens": 10,
+        "min_length": 40,  # Without effect beside min_new_tokens.
         "exponential_decay_length_penalty": [4, 1.3],
     },
 }
@@ -64,9 +65,10 @@ def load(folder, **generation):
 def banned_by(model, prompt, generation):
     """Rules of this model's own tokens: what it would say without rules is what they forbid."""
     plain = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9, min_new_tokens=9)[0].tolist()
-    said = plain[1:] if model.config.is_encoder_decoder else plain[len(prompt) :]
+    start = 1 if model.config.is_encoder_decoder else len(prompt)
+    said = plain[start:]
     own = dict(generation)
-    own["bad_words_ids"] = [*own.get("bad_words_ids", []), said[1:3], [said[4]]]
+    own["bad_words_ids"] = [*own.get("bad_words_ids", []), plain[start - 1 : start + 1], said[1:3], [said[4]]]
     own["sequence_bias"] = [[said[:2], -8.0], [[said[-1]], 3.0]]
     own["suppress_tokens"] = [*own.get("suppress_tokens", []), said[6]]
     return own

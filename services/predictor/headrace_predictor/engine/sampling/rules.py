@@ -95,9 +95,9 @@ def _apply(scores: Tensor, row: SamplingRow) -> None:
     if len(ids) < rules.min_length:
         banned.update(eos)
     scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
-    forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
-    if rules.forced_bos_token_id is not None and len(ids) == 1:
-        forced = (rules.forced_bos_token_id,)
+    forced = () if rules.forced_bos_token_id is None or len(ids) > 1 else (rules.forced_bos_token_id,)
+    if produced + 1 == row.sampling.max_tokens:
+        forced = rules.forced_eos_token_id or forced
     if forced:
         scores.fill_(-torch.inf)
         scores[list(forced)] = 0.0
@@ -110,7 +110,7 @@ def _decoded(row: SamplingRow) -> NDArray[np.int64]:
 def _follows(ids: NDArray[np.int64], sequence: tuple[int, ...]) -> bool:
     """Whether the ids end with all of a sequence but its last id."""
     before = len(sequence) - 1
-    return before == 0 or (before < len(ids) and ids[-before:].tolist() == list(sequence[:-1]))
+    return before == 0 or ids[-before:].tolist() == list(sequence[:-1])
 
 
 def _repeats(text: NDArray[Any], ids: NDArray[np.int64], size: int) -> set[int]:
