@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
+from headrace.errors import InvalidRequestError
 from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.tokenizer_files import own_end_ids
 from headrace_predictor.generation.loading import load_generation
@@ -138,6 +139,16 @@ async def test_a_form_is_not_bound_by_forced_tokens(saved):
     finally:
         loaded.engine.close()
         (folder / "tokenizer.json").unlink()
+
+
+async def test_rules_and_a_request_that_leave_no_token_are_the_callers_fault(saved):
+    folder, _ = saved("bart")
+    loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, no_repeat_ngram_size=2)
+    try:
+        with pytest.raises(InvalidRequestError, match="leave no token at this point"):
+            await answer(loaded, PROMPTS[0], allowed_token_ids=[40, 41], max_tokens=9)
+    finally:
+        loaded.engine.close()
 
 
 async def test_an_end_token_that_the_model_cannot_choose_has_no_effect(saved):
