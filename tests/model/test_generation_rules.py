@@ -136,6 +136,7 @@ async def test_a_form_is_not_bound_by_forced_tokens(saved):
     loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, forced_bos_token_id=0, forced_eos_token_id=2)
     try:
         assert await answer(loaded, PROMPTS[0], structured_outputs='{"regex": "(yes|no)"}', max_tokens=9)
+        assert await answer(loaded, PROMPTS[0], max_tokens=1) == [2]  # The end has precedence over the beginning.
     finally:
         loaded.engine.close()
         (folder / "tokenizer.json").unlink()

@@ -95,9 +95,9 @@ def _apply(scores: Tensor, row: SamplingRow) -> None:
     if len(ids) < rules.min_length:
         banned.update(eos)
     scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
-    forced = () if rules.forced_bos_token_id is None or len(ids) > 1 else (rules.forced_bos_token_id,)
-    if produced + 1 == row.sampling.max_tokens:
-        forced = rules.forced_eos_token_id or forced
+    forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
+    if not forced and rules.forced_bos_token_id is not None and len(ids) == 1:
+        forced = (rules.forced_bos_token_id,)
     if forced:
         scores.fill_(-torch.inf)
         scores[list(forced)] = 0.0
