@@ -52,9 +52,9 @@ def grammar_error(reason: str) -> InvalidRequestError:
 
 
 def no_token_error() -> InvalidRequestError:
-    """The error where the form and the tokens that the request allows have none in common."""
-    message = "the form of the answer and the tokens that are allowed leave no token at this point"
-    return InvalidRequestError(message, param=PARAMETER)
+    """The error where two of these have no token in common."""
+    causes = "the form of the answer, the tokens that are allowed and the model's generation_config.json"
+    return InvalidRequestError(f"{causes} leave no token at this point")
 
 
 def json_options(constraint: Constraint) -> JsonCompileOptions:

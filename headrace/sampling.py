@@ -207,17 +207,18 @@ class SamplingParameters(BaseModel):
             raise ContextLengthError(
                 f"max_tokens={self.max_tokens}: the context has room for {room} after the prompt", param="max_tokens"
             )
-        max_tokens = self.max_tokens or min(default_max_tokens, room)
-        if self.min_tokens > max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
             )
+        max_tokens = self.max_tokens or min(max(default_max_tokens, self.min_tokens), room)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs", param="top_logprobs")
         seed = default_seed if self.seed is None else self.seed
         if seed is None:
             seed = secrets.randbits(63)
-        return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+        least = min(self.min_tokens, max_tokens)
+        return self.model_copy(update={"max_tokens": max_tokens, "min_tokens": least, "seed": seed})
 
     @property
     def is_greedy(self) -> bool:
@@ -295,7 +296,7 @@ def defaults_of(generation: Mapping[str, Any], is_encoder_decoder: bool) -> Samp
     given = {name: generation[name] for name in names if generation.get(name) is not None}
     if len(names) == 1:
         given["temperature"] = 0.0
-    least = generation.get("min_new_tokens") or 0
-    if is_encoder_decoder:
-        least = max(least, (generation.get("min_length") or 0) - 1)  # The decoder's start token counts there.
-    return SamplingParameters().changed(given | ({"min_tokens": least} if least > 0 else {}))
+    least = generation.get("min_new_tokens")
+    if least is None and is_encoder_decoder:
+        least = (generation.get("min_length") or 0) - 1  # The decoder's start token counts there.
+    return SamplingParameters().changed(given | ({"min_tokens": least} if least and least > 0 else {}))

@@ -50,6 +50,7 @@ OTHERS = {
     "m2m": "M2M, NLLB",
     "marian": "Marian",
     "t5gemma": "T5Gemma",
+    "bert": "BERT as a decoder",
 }
 ARCHITECTURES = PAGED | LIMITED | OTHERS | {"t5": "T5", "flan": "FLAN-T5"}
 _FAMILIES = {family.name: family for family in FAMILIES}

@@ -93,8 +93,8 @@ def eos_ids_of(generation: Mapping[str, Any], folder: Path, own: frozenset[int])
 def rules_of(generation: Mapping[str, Any], is_encoder_decoder: bool, vocabulary: int) -> GenerationRules | None:
     """The rules of a model, None if it has none; raises ValueError for values that mean nothing."""
     stated = {name: generation[name] for name in GenerationRules.model_fields if generation.get(name)}
-    if is_encoder_decoder:
-        stated.pop("min_length", None)  # A default of requests.
+    if is_encoder_decoder or generation.get("min_new_tokens") is not None:
+        stated.pop("min_length", None)  # A default of requests, or without effect.
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if generation.get(name) == 0:
             stated[name] = 0

@@ -258,11 +258,13 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, message):
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64), "only one of two weights"),
         ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", (4, 64), "it changes model.layers.7"),
         ("base_model.model.model.layers.0.feed_forward.router.lora_A.weight", (4, 64), "router, which is not a linear"),
+        # Reads the sampled positions only.
+        ("base_model.model.cls.predictions.transform.dense.lora_A.weight", (4, 64), "transform.dense, which is not a"),
     ],
 )
 def test_weights_that_do_not_fit_the_base_are_refused(tmp_path, key, shape, message):
-    model = random_model("llama4" if "router" in key else "llama")
-    save_random_adapter(tmp_path, model, "base", targets="v_proj")
+    model = random_model("llama4" if "router" in key else "bert" if "cls" in key else "llama")
+    save_random_adapter(tmp_path, model, "base", targets="v_proj|dense")
     save_file({key: torch.zeros(shape)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
         Adapters(model).load(1, tmp_path)

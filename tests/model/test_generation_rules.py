@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
+from headrace.errors import InvalidRequestError
 from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.tokenizer_files import own_end_ids
 from headrace_predictor.generation.loading import load_generation
@@ -38,6 +39,7 @@ RULES = {
         "encoder_no_repeat_ngram_size": 1,
         "max_new_tokens": 16,
         "min_new_tokens": 10,
+        "min_length": 40,  # Without effect beside min_new_tokens.
         "exponential_decay_length_penalty": [4, 1.3],
     },
 }
@@ -64,9 +66,10 @@ def load(folder, **generation):
 def banned_by(model, prompt, generation):
     """Rules of this model's own tokens: what it would say without rules is what they forbid."""
     plain = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9, min_new_tokens=9)[0].tolist()
-    said = plain[1:] if model.config.is_encoder_decoder else plain[len(prompt) :]
+    start = 1 if model.config.is_encoder_decoder else len(prompt)
+    said = plain[start:]
     own = dict(generation)
-    own["bad_words_ids"] = [*own.get("bad_words_ids", []), said[1:3], [said[4]]]
+    own["bad_words_ids"] = [*own.get("bad_words_ids", []), plain[start - 1 : start + 1], said[1:3], [said[4]]]
     own["sequence_bias"] = [[said[:2], -8.0], [[said[-1]], 3.0]]
     own["suppress_tokens"] = [*own.get("suppress_tokens", []), said[6]]
     return own
@@ -133,9 +136,20 @@ async def test_a_form_is_not_bound_by_forced_tokens(saved):
     loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, forced_bos_token_id=0, forced_eos_token_id=2)
     try:
         assert await answer(loaded, PROMPTS[0], structured_outputs='{"regex": "(yes|no)"}', max_tokens=9)
+        assert await answer(loaded, PROMPTS[0], max_tokens=1) == [2]  # The end has precedence over the beginning.
     finally:
         loaded.engine.close()
         (folder / "tokenizer.json").unlink()
+
+
+async def test_rules_and_a_request_that_leave_no_token_are_the_callers_fault(saved):
+    folder, _ = saved("bart")
+    loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, no_repeat_ngram_size=2)
+    try:
+        with pytest.raises(InvalidRequestError, match="leave no token at this point"):
+            await answer(loaded, PROMPTS[0], allowed_token_ids=[40, 41], max_tokens=9)
+    finally:
+        loaded.engine.close()
 
 
 async def test_an_end_token_that_the_model_cannot_choose_has_no_effect(saved):

@@ -119,6 +119,14 @@ def test_max_tokens_defaults_to_the_rest_of_the_context():
         SamplingParameters().resolved(room=0)
 
 
+def test_a_minimum_holds_up_to_the_end_of_the_context_where_no_maximum_is_given():
+    summaries = defaults_of({"min_length": 56}, is_encoder_decoder=True).changed({})
+    lengths = [(made.min_tokens, made.max_tokens) for made in (summaries.resolved(1000, 16), summaries.resolved(9, 16))]
+    assert lengths == [(55, 55), (9, 9)]
+    with pytest.raises(InvalidRequestError, match="min_tokens=5 is more than max_tokens=4"):
+        SamplingParameters(min_tokens=5, max_tokens=4).resolved(9)
+
+
 def test_a_seed_is_chosen_where_none_is_given():
     seeds = {SamplingParameters().resolved(10).seed for _ in range(5)}
     assert len(seeds) == 5

@@ -143,11 +143,12 @@ class LinearShape(NamedTuple):
 
 
 def linear_shapes(model: Any) -> dict[str, LinearShape]:
-    """The linear layers of a model that an adapter may change, by path: all but its output layer."""
-    head = model.get_output_embeddings()
+    """The linear layers of a model that an adapter may change, by path: all but those of its head, which reads the
+    sampled positions only."""
+    head, body = model.get_output_embeddings(), {*model.base_model.modules()}
     shapes = {}
     for path, module in model.named_modules():
-        if module is head:
+        if module is head or module not in body:
             continue
         if isinstance(module, Conv1D):  # GPT-2's, whose weight is transposed.
             shapes[path] = LinearShape(*module.weight.shape)

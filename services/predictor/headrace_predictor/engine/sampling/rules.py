@@ -96,7 +96,7 @@ def _apply(scores: Tensor, row: SamplingRow) -> None:
         banned.update(eos)
     scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
     forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
-    if rules.forced_bos_token_id is not None and len(ids) == 1:
+    if not forced and rules.forced_bos_token_id is not None and len(ids) == 1:
         forced = (rules.forced_bos_token_id,)
     if forced:
         scores.fill_(-torch.inf)
@@ -110,7 +110,7 @@ def _decoded(row: SamplingRow) -> NDArray[np.int64]:
 def _follows(ids: NDArray[np.int64], sequence: tuple[int, ...]) -> bool:
     """Whether the ids end with all of a sequence but its last id."""
     before = len(sequence) - 1
-    return before == 0 or (before < len(ids) and ids[-before:].tolist() == list(sequence[:-1]))
+    return before == 0 or ids[-before:].tolist() == list(sequence[:-1])
 
 
 def _repeats(text: NDArray[Any], ids: NDArray[np.int64], size: int) -> set[int]:
