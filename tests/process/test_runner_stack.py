@@ -35,7 +35,7 @@ from tests.waiting import until
 async def check(target: str, service: str = "") -> int:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         return int(answer.status)
 
 

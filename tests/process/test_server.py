@@ -1,6 +1,5 @@
 """The server of every service: health, reflection, and an orderly stop within the drain time."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -45,7 +44,7 @@ class Service:
 
     async def ended(self):
         """(exit status, its events, standard error)."""
-        status = await asyncio.wait_for(self.process.wait(), 60)
+        status = await self.process.wait()
         return status, self._events_file.read_text(), self._log.read_text()
 
     async def end(self):

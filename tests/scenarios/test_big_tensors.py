@@ -57,7 +57,7 @@ async def by_grpc(stack, end):
         nonlocal answers
         stub = GRPCInferenceServiceStub(channels[number % CONNECTIONS])
         for _ in turns(end):
-            response = await stub.ModelInfer(request, timeout=60)
+            response = await stub.ModelInfer(request)
             assert list(response.raw_output_contents) == list(request.raw_input_contents)
             answers += 1
 

@@ -133,7 +133,7 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
 
             async def code():
                 try:
-                    await stub.ModelInfer(text_request(NAME, "Once", max_tokens=2), timeout=30)
+                    await stub.ModelInfer(text_request(NAME, "Once", max_tokens=2))
                 except grpc.aio.AioRpcError as error:
                     return error.code()
                 return grpc.StatusCode.OK
@@ -148,8 +148,8 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
                 await until(serves, START_S)
                 await client_passes("kserve_deployment", f"127.0.0.1:{ports[9001]}", NAME, environment=".venv-kserve")
                 running.send_signal(15)
-                assert await asyncio.wait_for(running.wait(), 30) == 0
+                assert await running.wait() == 0
             assert await code() is grpc.StatusCode.UNAVAILABLE
         assert await passes(transforming, *every)
         transformer.terminate()
-        assert await asyncio.wait_for(transformer.wait(), 30) == 0
+        assert await transformer.wait() == 0

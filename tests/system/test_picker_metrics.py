@@ -93,7 +93,7 @@ async def test_pages_agree_with_our_own_metrics_under_load(new_stack, tmp_path):
 
 def check(port):
     """Prometheus' own tool reads the page, where the machine has it."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         page = answer.read()
     assert f"# TYPE {WAITING} gauge\n".encode() in page
     if shutil.which("promtool"):

@@ -235,7 +235,7 @@ async def test_no_label_has_text_of_a_caller(watched):
 async def test_names_are_the_same_for_a_prometheus_that_accepts_dots(watched):
     def page(host: str, port: int, path: str) -> str:
         request = urllib.request.Request(f"http://{host}:{port}{path}", headers={"accept": ACCEPT_3})
-        with suppress(TimeoutError), urllib.request.urlopen(request, timeout=10) as answer:
+        with suppress(TimeoutError), urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read().decode()
         return ""
 

@@ -127,7 +127,7 @@ async def resumes(stack, request_id):
 async def counters(stack, names):
     """Envoy's counters of the predictors whose names match."""
     address = f"http://127.0.0.1:{stack.settings.gateway_admin_port}/stats?filter={names}"
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=10).read().decode())
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=60).read().decode())
     return dict(re.findall(r"(\S+): (\d+)", text))
 
 

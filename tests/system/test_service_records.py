@@ -36,7 +36,7 @@ async def predictors(tmp_path_factory):
 def in_gateway(stack):
     """The ports of the gateway's predictors by Envoy's priority."""
     address = f"http://127.0.0.1:{stack.settings.gateway_admin_port}/clusters?format=json"
-    clusters = json.loads(urllib.request.urlopen(address, timeout=10).read())["cluster_statuses"]
+    clusters = json.loads(urllib.request.urlopen(address, timeout=60).read())["cluster_statuses"]
     (hosts,) = (cluster.get("host_statuses", []) for cluster in clusters if cluster["name"] == "predictor")
     return {host["address"]["socket_address"]["port_value"]: host.get("priority", 0) for host in hosts}
 
