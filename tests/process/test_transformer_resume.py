@@ -42,7 +42,7 @@ from tests.support.scripted_predictor import (
     serving,
     whole,
 )
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 SAMPLING = SamplingParameters(max_tokens=100, seed=7)
 
@@ -579,10 +579,10 @@ async def test_the_first_of_two_predictors_to_deliver_wins_and_no_token_is_repea
         ((breaks(2),), ()),
         ((), (hands_back(7),)),
     ):
-        async with hedging(*scripts, silence_limit_s=20.0) as (r, predictors):
+        async with hedging(*scripts, silence_limit_s=HANG_S) as (r, predictors):
             started = asyncio.get_running_loop().time()
             check_whole(await r.generate(sampling=HEDGED))
-            assert asyncio.get_running_loop().time() - started < 20.0, "there is no wait for the silent one"
+            assert asyncio.get_running_loop().time() - started < HANG_S, "there is no wait for the silent one"
             assert r.resumes == 0
             await until(lambda: all(predictor.calls for predictor in predictors))
             await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
