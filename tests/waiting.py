@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 
-HANG_S = 120.0
+HANG_S = 180.0
 _MAX_CHARS = 500
 
 

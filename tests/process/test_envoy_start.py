@@ -141,5 +141,5 @@ async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothin
     assert failures == []
     left = gateway.envoys()
     gateway.process.send_signal(signal.SIGTERM)
-    assert gateway.process.wait(timeout=60) == 0
+    assert gateway.process.wait() == 0
     assert not psutil.wait_procs(left, timeout=60)[1]

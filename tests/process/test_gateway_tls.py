@@ -193,4 +193,4 @@ async def test_the_commands_of_the_documentation_work(tmp_path: Path) -> None:
 
 async def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-c", line]
-    return await asyncio.to_thread(subprocess.run, command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return await asyncio.to_thread(subprocess.run, command, cwd=folder, capture_output=True, text=True)

@@ -185,9 +185,7 @@ async def request_ids(target):
             token = page[-1].page_token
 
 
-@pytest.mark.parametrize(
-    ("count", "away_s"), [(200, 3), pytest.param(2000, 20, marks=[pytest.mark.full, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize(("count", "away_s"), [(200, 3), pytest.param(2000, 20, marks=pytest.mark.full)])
 async def test_each_request_has_one_record_though_the_database_was_away(
     logger_on_postgresql, mortal_postgresql, taps, count, away_s
 ):

@@ -28,7 +28,6 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "deploy" / "kserve"
 NAME, NAMESPACE = "chat", "models"
-START_S = 60
 # Of the transformer: to see without long waits what happens while there is no predictor.
 HASTE = {"TRANSFORMER_PREDICTOR_START_WAIT": "1"}
 
@@ -127,7 +126,7 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
 
         every = ("startupProbe", "livenessProbe", "readinessProbe")
         # Without a predictor it is ready for calls, and refuses them in time.
-        await until(lambda: passes(transforming, *every), START_S)
+        await until(lambda: passes(transforming, *every))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[9001]}") as channel:
             stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -140,12 +139,12 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
 
             assert await code() is grpc.StatusCode.UNAVAILABLE
             async with predictor(predicting, tmp_path, ports) as running:
-                await until(lambda: passes(predicting, *every), START_S)
+                await until(lambda: passes(predicting, *every))
 
                 async def serves():
                     return await code() is grpc.StatusCode.OK
 
-                await until(serves, START_S)
+                await until(serves)
                 await client_passes("kserve_deployment", f"127.0.0.1:{ports[9001]}", NAME, environment=".venv-kserve")
                 running.send_signal(15)
                 assert await running.wait() == 0
