@@ -77,13 +77,15 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     own = Served(folder)
     process = await own.start("serve", "./tale", "--name", "acme/teller", "GATEWAY_TRACE_PERCENT=100")
     assert process.stdout is not None
-    while not own.lines or not own.lines[-1].startswith("logs "):
-        line = (await process.stdout.readline()).decode()
-        assert line, own.lines
-        own.lines.append(line)
-    yield own
-    process.send_signal(signal.SIGTERM)
-    await process.communicate()
+    try:
+        while not own.lines or not own.lines[-1].startswith("logs "):
+            line = (await process.stdout.readline()).decode()
+            assert line, own.lines
+            own.lines.append(line)
+        yield own
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
     assert process.returncode == 0
 
 
