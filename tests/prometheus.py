@@ -170,6 +170,6 @@ def local_config(pages: Pages, every_s: float) -> dict[str, Any]:
 
 def read_page(port: int, path: str = "/metrics") -> list[Sample]:
     """Every sample of a page on this machine, without the creation times of counters."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]

@@ -1,14 +1,15 @@
-"""Waits for conditions, never for time."""
+"""Waits for conditions, never for time: limits here only end a test that hangs, on the slowest machine too."""
 
 import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
 
+HANG_S = 180.0
 _MAX_CHARS = 500
 
 
-async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = HANG_S) -> None:
     """Returns once `condition()`, which may be a coroutine, holds; fails the test after `timeout_s`.
 
     The failure has the condition's source, its last value and the variables that it reads.

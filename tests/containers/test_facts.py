@@ -114,7 +114,7 @@ def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_only(stack
 @pytest.mark.parametrize(("service", "port"), [("transformer", 9101), ("predictor", 9100), ("logger", 9102)])
 def test_a_services_metrics_are_reachable_in_its_network(stack, service, port):
     for address in stack.container(service).addresses:
-        with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=60) as page:
             assert "\nheadrace_event_loop_lag_seconds" in page.read().decode()
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill -9
 
 def started_at(predictor) -> float:
     """The start time of the process, from its page of metrics."""
-    with urllib.request.urlopen(f"http://{predictor.addresses[0]}:9100/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{predictor.addresses[0]}:9100/metrics", timeout=60) as page:
         found = re.search(r"^process_start_time_seconds (\S+)", page.read().decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])

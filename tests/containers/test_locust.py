@@ -14,7 +14,7 @@ USERS = ("StreamUser", "ChatUser", "TensorUser")
 
 def fetch(url: str, form: list[tuple[str, str]] | None = None) -> str:
     data = urllib.parse.urlencode(form).encode() if form else None
-    with urllib.request.urlopen(url, data, timeout=10) as answer:
+    with urllib.request.urlopen(url, data, timeout=60) as answer:
         return answer.read().decode()
 
 

@@ -1,4 +1,4 @@
-"""Sends cases through the gateway and returns their outcomes, with a limit of five seconds."""
+"""Sends cases through the gateway and returns their outcomes, within the time after which a call hangs."""
 
 import asyncio
 import base64
@@ -14,8 +14,8 @@ import orjson
 from headrace_protos import inference_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
 from tests.system.calls import channel, web_frames
+from tests.waiting import HANG_S
 
-HANG_S = 15.0
 _CONNECTIONS = 32
 # The error of grpc.aio's client if a call ends while it still writes; the server's status is lost then.
 _CUT_OFF = "Internal error from Core"

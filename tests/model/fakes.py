@@ -140,7 +140,7 @@ async def read_all(slot: MergingSlot) -> tuple[list[int], list[Chunk]]:
     ids: list[int] = []
     chunks: list[Chunk] = []
     while True:
-        chunk = await asyncio.wait_for(slot.read(), 30)
+        chunk = await slot.read()
         chunks.append(chunk)
         ids += chunk.output_ids
         if chunk.finish_reason is not None:

@@ -84,4 +84,4 @@ def test_the_wheels_have_all_that_services_and_check_load():
     modules += ["headrace_predictor.engine_process.rehearsal"]
     modules += [name for kind in ("transformer", "predictor") for name in IMPORTS[kind] if ":" not in name]
     code = f"import sys\nsys.modules.update(dict.fromkeys({refused}))\nimport {', '.join(modules)}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

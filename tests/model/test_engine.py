@@ -1,6 +1,5 @@
 """The engine: many sequences at once, each independent of the others, and every one ends."""
 
-import asyncio
 import time
 
 import pytest
@@ -49,7 +48,7 @@ async def test_chunk_ms_limits_how_long_tokens_are_held_back(engine_of):
     engine = engine_of(FakeRunner(gate))
     slot = submit(engine, request(chunk_tokens=100, chunk_ms=20, max_tokens=12))
     gate.open(2)
-    assert len((await asyncio.wait_for(slot.read(), 10)).output_ids) in (1, 2)
+    assert len((await slot.read()).output_ids) in (1, 2)
     gate.open(100)
     await read_all(slot)
 

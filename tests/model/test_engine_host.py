@@ -17,7 +17,7 @@ assert 'inductor' in torch.compiler.list_backends()
 
 
 def test_the_host_imports_what_engines_need():
-    subprocess.run((sys.executable, "-c", _IMPORT + _CHECK), check=True, timeout=300)
+    subprocess.run((sys.executable, "-c", _IMPORT + _CHECK), check=True)
 
 
 _LOAD = """

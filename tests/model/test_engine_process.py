@@ -157,7 +157,7 @@ async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, s
         await until(lambda: engine.load.waiting)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineProcessError, match="the engine of model llama died"):
-            await asyncio.wait_for(engine.died(), 10)
+            await engine.died()
         for slot, error in ((running, HopBrokenError), (waiting, NotReadyError)):
             with pytest.raises(error):
                 await read_all(slot)
@@ -170,7 +170,7 @@ async def test_a_process_without_progress_is_killed(engine_of, monkeypatch):
     async with engine_of() as engine:
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(EngineProcessError):
-            await asyncio.wait_for(engine.died(), 30)
+            await engine.died()
 
 
 async def test_a_close_ends_the_process_and_the_requests_in_flight(engine_of, engine_host):
@@ -231,7 +231,7 @@ def test_kernels_are_kept_in_tmpdir_where_the_home_cannot_be_written(tmp_path):
     environment = os.environ | {"HOME": "/proc", "NUMBA_CACHE_DIR": "", "TMPDIR": str(tmp_path)}
     own = tmp_path / f"headrace-kernels-{os.getuid()}"
     command = [sys.executable, "-c", KERNELS, str(own)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     first, shared, linked = done.stdout.splitlines()
     assert first.startswith(f"{own}/")
     assert "can be kept neither" in shared

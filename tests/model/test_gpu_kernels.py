@@ -171,7 +171,7 @@ def test_an_int8_product_is_that_of_the_plain_one_bit_by_bit(rows):
 def test_the_kernels_compile_for_a_gpu(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compile_kernels", "90", "bf16"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == {"_attend", "_join", "_turn_and_store", "_add_norm", "_gate", "_linear"}

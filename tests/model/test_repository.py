@@ -224,7 +224,7 @@ async def test_requests_that_outlast_the_drain_end_as_unavailable(models, code):
         await until(lambda: own["begun"])
         await repository.unload("endless")
         with pytest.raises(NotReadyError):
-            await asyncio.wait_for(waiting, 10)
+            await waiting
         if code is BLOCKS:
             own["go"].set()
 

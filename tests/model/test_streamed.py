@@ -146,7 +146,6 @@ def test_kernels_without_integer_dot_products_give_the_same(format_, tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
     )
     assert done.stdout.strip() == hash_of(tmp_path, format_), done.stderr
 

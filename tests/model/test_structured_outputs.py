@@ -49,7 +49,7 @@ async def generate(engine, form, output_ids=(), **given):
     slot = submit(engine, request(form, output_ids, **given))
     ids = []
     while True:
-        chunk = await asyncio.wait_for(slot.read(), 60)
+        chunk = await slot.read()
         ids += chunk.output_ids
         if chunk.finish_reason is not None:
             assert chunk.usage.completion_tokens == len(output_ids) + len(ids)

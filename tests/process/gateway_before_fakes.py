@@ -185,7 +185,7 @@ class Answer:
 def raw_request(address: str, method: str, path: str, headers: Iterable[Header], body: bytes = b"") -> Answer:
     """A request over HTTP/1.1 with these headers, which may repeat, and may be what no client sends; blocks."""
     fields = [*headers, ("content-length", str(len(body)))]
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=60)
     try:
         connection.putrequest(method, path, skip_host=any(name == "host" for name, _ in fields))
         for name, value in fields:
@@ -235,7 +235,7 @@ class Gateway:
         return await self.request("POST", OPENAI, json.dumps(fields).encode())
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.address, timeout=30)
+        return http.client.HTTPConnection(self.address, timeout=60)
 
     def channel(self, authority: str | None = None) -> grpc.aio.Channel:
         options = (("grpc.default_authority", authority),) if authority else ()

@@ -18,7 +18,6 @@ def examined(*settings: str) -> tuple[int, dict[str, str]]:
         env=os.environ | {"DEVICE": "cpu"},
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.stderr == ""
     return done.returncode, {line.split()[1]: line for line in done.stdout.splitlines()}

@@ -74,7 +74,7 @@ class Gateway:
         (self._folder / "envoy.yaml").write_text(text)
 
     def answer(self):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/", timeout=60) as answer:
             return answer.read().decode()
 
     def answers(self, body):
@@ -141,5 +141,5 @@ async def test_a_new_envoy_takes_over_and_a_refused_configuration_changes_nothin
     assert failures == []
     left = gateway.envoys()
     gateway.process.send_signal(signal.SIGTERM)
-    assert gateway.process.wait(timeout=60) == 0
-    assert not psutil.wait_procs(left, timeout=10)[1]
+    assert gateway.process.wait() == 0
+    assert not psutil.wait_procs(left, timeout=60)[1]

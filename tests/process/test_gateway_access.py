@@ -465,7 +465,7 @@ class Shared:
         async with self.gateways[gateway].channel() as channel:
             stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
             request = inference_pb2.ServerMetadataRequest()
-            call = stub.ServerMetadata(request, metadata=tuple(bearer(self.keys[client]).items()), timeout=30)
+            call = stub.ServerMetadata(request, metadata=tuple(bearer(self.keys[client]).items()))
             await call
             return dict(await call.initial_metadata())
 
@@ -495,7 +495,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
 
 def counted(gateway: Gateway, outcome: str) -> int:
     """The number of calls with an outcome of the filter, from the page of metrics."""
-    with urllib.request.urlopen(f"http://{gateway.inner}/stats/prometheus", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{gateway.inner}/stats/prometheus", timeout=60) as page:
         lines = page.read().decode().splitlines()
     return sum(int(line.split()[-1]) for line in lines if line.startswith(f"envoy_cluster_ratelimit_{outcome}{{"))
 
@@ -629,7 +629,7 @@ async def token_gateway(tmp_path_factory: pytest.TempPathFactory, key_set: Path)
 def has_fetched(token_gateway: Gateway) -> bool:
     """Whether the key set has been fetched independently of calls; only then it is kept."""
     name = "http.ingress.jwt_authn.jwks_fetch_success"
-    with urllib.request.urlopen(f"http://{token_gateway.admin}/stats?filter=^{name}$", timeout=10) as stats:
+    with urllib.request.urlopen(f"http://{token_gateway.admin}/stats?filter=^{name}$", timeout=60) as stats:
         return int(stats.read().decode().rpartition(":")[2]) > LISTENERS
 
 

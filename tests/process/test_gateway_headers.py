@@ -231,7 +231,7 @@ async def test_an_unparsable_header_of_one_call_affects_no_later_one(tmp_path: P
             assert (await call(gateway.address, GRPC, (name, bad))).grpc_status == "13"
             for _ in range(5):
                 metadata = ((name, good),) if good else ()
-                await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10)
+                await stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata)
 
 
 def without_the_check(config: envoy_config.Config) -> None:

@@ -5,7 +5,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import psutil
@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 MIB = 1 << 20
 LEAVING = 1000
@@ -26,7 +26,7 @@ def begin(gateway: Gateway, **fields: int | bool) -> socket.socket:
     host, _, port = gateway.address.rpartition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
-    client.settimeout(30)
+    client.settimeout(HANG_S)
     client.connect((host, int(port)))
     body = json.dumps(fields).encode()
     head = f"POST {OPENAI} HTTP/1.1\r\nhost: {gateway.address}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -115,7 +115,7 @@ async def exchange(gateway: Gateway, *requests: bytes) -> list[tuple[bytes, dict
     reader, writer = await asyncio.open_connection(host, int(port))
     answers = []
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             for request in requests:
                 writer.write(request)
                 status, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
@@ -148,7 +148,7 @@ async def test_http_1_0_is_answered_and_closes_unless_asked_to_stay(gateway: Gat
     reader, writer = await asyncio.open_connection(host, int(port))
     stream = json.dumps({"pieces": 3, "size": 10}).encode()
     writer.write(b"POST %s HTTP/1.0\r\ncontent-length: %d\r\n\r\n%s" % (OPENAI.encode(), len(stream), stream))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         head, _, received = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     assert (head.split(b"\r\n")[0], received) == (b"HTTP/1.0 200 OK", b"x" * 30)
@@ -237,7 +237,7 @@ async def test_headers_too_large_for_the_codec_end_only_their_own_call(gateway: 
         for count, size in ((1, 20_000), (1, 62_000), (10, 10_000), (300, 1)):
             metadata = tuple((f"x-{number}", "a" * size) for number in range(count))
             call = inference_pb2_grpc.GRPCInferenceServiceStub(shared).ServerMetadata(
-                inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=10
+                inference_pb2.ServerMetadataRequest(), metadata=metadata, timeout=HANG_S
             )
             assert await call.code() is not grpc.StatusCode.OK
         await stream.goes_on()
@@ -268,19 +268,30 @@ class Upload:
         await self._writer.drain()
 
     async def head(self) -> bytes:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             return await self._reader.readuntil(b"\r\n\r\n")
 
     async def answer(self) -> tuple[bytes, bytes]:
         """The head and the body, which must have a length."""
         head = await self.head()
-        async with asyncio.timeout(20):
-            (length,) = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+        (length,) = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+        async with asyncio.timeout(HANG_S):
             return head, await self._reader.readexactly(int(length.split()[1]))
 
     async def leave(self) -> None:
         self._writer.close()
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def uploading(gateway: Gateway, count: int, *headers: str, **where: str) -> AsyncIterator[list[Upload]]:
+    """So many uploads, which leave with the block."""
+    uploads = [await Upload.begin(gateway, *headers, **where) for _ in range(count)]
+    try:
+        yield uploads
+    finally:
+        for upload in uploads:
+            await upload.leave()
 
 
 async def posted(gateway: Gateway, size: int) -> int:
@@ -292,48 +303,38 @@ async def posted(gateway: Gateway, size: int) -> int:
 
 @pytest.mark.parametrize("headers", [(f"content-length: {LARGE}",), ("transfer-encoding: chunked",)])
 async def test_bodies_that_are_only_announced_hold_nothing(gateway: Gateway, headers: tuple[str, ...]) -> None:
-    uploads = [await Upload.begin(gateway, *headers, address="127.0.0.1") for _ in range(64)]
-    for upload in uploads:
-        await upload.send(b"1\r\n{\r\n" if "chunked" in headers[0] else b"{")
-    assert [await posted(gateway, size) for size in (2, 40 << 10, 1 << 20, LARGE)] == [200] * 4
-    for upload in uploads:
-        await upload.leave()
+    async with uploading(gateway, 64, *headers, address="127.0.0.1") as uploads:
+        for upload in uploads:
+            await upload.send(b"1\r\n{\r\n" if "chunked" in headers[0] else b"{")
+        assert [await posted(gateway, size) for size in (2, 40 << 10, 1 << 20, LARGE)] == [200] * 4
 
 
 @pytest.mark.parametrize("path", [OPENAI, "/v2/models/a/infer"])
 async def test_a_caller_s_bodies_have_a_share_and_leave_room_for_those_of_others(gateway: Gateway, path: str) -> None:
-    most, last = 8 << 20, 1 << 20
-    uploads = [await Upload.begin(gateway, f"content-length: {LARGE}", path=path) for _ in range(4)]
-    for upload in uploads:  # What is beyond 192 MiB is read and dropped.
-        for _ in range((LARGE - last) // most):
-            await upload.send(b" " * most)
-    resident = psutil.Process(gateway.process.pid).memory_info().rss
-    assert resident < 400 << 20
-    for size in (2, 40 << 10, LARGE):
-        assert await posted(gateway, size) == 200
-    await uploads[-1].send(b" " * ((LARGE - last) % most + last))
-    head, body = await uploads[-1].answer()
-    assert head.startswith(b"HTTP/1.1 429")
-    assert b"x-failed-hop: gateway" in head
-    assert b"retry-after: 1" in head
-    message = json.loads(body)["error"]
-    assert "as many bytes of requests as it may" in (message["message"] if path == OPENAI else message)
-    # Another one is refused before its first byte.
-    early = await Upload.begin(gateway, f"content-length: {LARGE}", path=path)
-    assert (await early.answer())[0].startswith(b"HTTP/1.1 429")
-    for upload in (*uploads, early):
-        await upload.leave()
+    one, last = b"{}".ljust(LARGE), LARGE - MIB
+    length = f"content-length: {LARGE}"
+    async with uploading(gateway, 4, length, path=path) as uploads:
+        for upload in uploads:  # What is beyond 192 MiB is read and dropped.
+            await upload.send(one[:last])
+        assert psutil.Process(gateway.process.pid).memory_info().rss < 400 * MIB
+        for size in (2, 40 << 10, LARGE):
+            assert await posted(gateway, size) == 200
+        await uploads[-1].send(one[last:])
+        head, body = await uploads[-1].answer()
+        assert head.startswith(b"HTTP/1.1 429")
+        assert b"x-failed-hop: gateway" in head
+        assert b"retry-after: 1" in head
+        message = json.loads(body)["error"]
+        assert "as many bytes of requests as it may" in (message["message"] if path == OPENAI else message)
+        async with uploading(gateway, 1, length, path=path) as [early]:  # Another one is refused before its first byte.
+            assert (await early.answer())[0].startswith(b"HTTP/1.1 429")
 
     async def fits() -> bool:
-        again = await Upload.begin(gateway, f"content-length: {LARGE}", path=path)
-        try:
-            async with asyncio.timeout(0.2):
-                await again.answer()
-                return False
-        except TimeoutError:
-            return True
-        finally:
-            await again.leave()
+        async with uploading(gateway, 1, length, path=path) as [again]:
+            with suppress(ConnectionError):  # Refused while it is sent.
+                await again.send(one)
+                return (await again.head()).startswith(b"HTTP/1.1 200")
+        return False
 
     await until(fits)
 
@@ -351,32 +352,32 @@ async def test_a_body_that_comes_too_slowly_ends_and_a_long_one_that_goes_on_doe
     impatient: Gateway, path: str, length: int | None, host: str
 ) -> None:
     kind = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    slow, steady = [await Upload.begin(impatient, kind, path=path, host=host) for _ in range(2)]
-    begun = asyncio.get_running_loop().time()
-    piece, much = (b"1\r\n \r\n", b"400\r\n" + b" " * 1024 + b"\r\n") if length is None else (b" ", b" " * 500)
+    clock = asyncio.get_running_loop().time
 
-    async def drip() -> None:
+    def piece(size: int) -> bytes:
+        return b" " * size if length else b"%x\r\n%b\r\n" % (size, b" " * size)
+
+    async def drip(upload: Upload) -> None:
         with suppress(ConnectionError):
             while True:
-                await slow.send(piece)
+                await upload.send(piece(1))
                 await asyncio.sleep(0.1)
 
-    async def go_on() -> None:
-        while asyncio.get_running_loop().time() < begun + 3.0:
-            await steady.send(much)
-            await asyncio.sleep(0.5)
-
-    dripping = asyncio.create_task(drip())
-    head, body = await slow.answer()
+    async with uploading(impatient, 1, kind, path=path, host=host) as [slow]:
+        begun, dripping = clock(), asyncio.create_task(drip(slow))
+        head, body = await slow.answer()
+        dripping.cancel()
+    assert clock() - begun > 1.0
     assert head.startswith(b"HTTP/1.1 408")
     assert b"x-failed-hop: gateway" in head
     assert b"too slowly" in body
-    assert asyncio.get_running_loop().time() - begun > 1.0
-    dripping.cancel()
-    await asyncio.gather(dripping, return_exceptions=True)
-    await go_on()
-    if length is None:
-        await steady.send(b"0\r\n\r\n")
-        assert not (await steady.head()).startswith(b"HTTP/1.1 408")
-    for upload in (slow, steady):
-        await upload.leave()
+    async with uploading(impatient, 1, kind, path=path, host=host) as [steady]:
+        begun, sent = clock(), 0
+        while (passed_s := clock() - begun) < 3.0:
+            more = int(1000 * passed_s) + 500 - sent  # A thousand bytes a second, also where this process waits.
+            await steady.send(piece(more))
+            sent += more
+            await asyncio.sleep(0.5)
+        if length is None:
+            await steady.send(b"0\r\n\r\n")
+            assert not (await steady.head()).startswith(b"HTTP/1.1 408")

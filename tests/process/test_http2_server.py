@@ -123,7 +123,7 @@ async def test_a_stop_lets_calls_end_and_accepts_no_new_connection(served: Serve
             await running.wait(lambda before=before: len(running.data) > before)
         assert len(running.data) == 100 * KIB
         await client.closed()
-        await asyncio.wait_for(stopping, 10)
+        await stopping
 
 
 async def test_a_call_that_outlasts_the_grace_period_ends_with_the_error_that_the_service_stops(served: Served) -> None:
@@ -143,7 +143,7 @@ async def test_a_second_stop_shortens_the_first(served: Served) -> None:
         await until(lambda: served.service.hanging == 1)
         patient = asyncio.create_task(served.server.stop(1000))
         await served.server.stop(0.1)
-        await asyncio.wait_for(patient, 10)
+        await patient
 
 
 async def test_two_servers_share_a_port_and_one_that_does_not_share_is_refused() -> None:

@@ -53,9 +53,8 @@ class Served:
         self.channel = channel
 
     async def until(self, idle=None, in_flight=None):
-        async with asyncio.timeout(30):
-            while not (idle in (None, self.admission.idle) and in_flight in (None, self.admission.in_flight)):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        while not (idle in (None, self.admission.idle) and in_flight in (None, self.admission.in_flight)):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
     def open(self, metadata=()):
         """An idle stream, as most begin."""
@@ -88,15 +87,15 @@ async def serve():
 
 async def test_one_call_too_many_is_refused_at_once_and_unread_by_a_healthy_service(serve):
     served = await serve()
-    calls = [served.stub.ModelInfer(ModelInferRequest(id="held"), timeout=30) for _ in range(MAX_CALLS)]
+    calls = [served.stub.ModelInfer(ModelInferRequest(id="held")) for _ in range(MAX_CALLS)]
     await served.until(in_flight=MAX_CALLS)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+        await served.stub.ModelInfer(ModelInferRequest())
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     expected = {"x-http-status": "429", "x-failed-hop": "test", "retry-after-ms": str(RETRY_AFTER_MS)}
     assert expected.items() <= dict(refused.value.trailing_metadata()).items()
     health = health_pb2_grpc.HealthStub(served.channel)
-    answer = await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
+    answer = await health.Check(health_pb2.HealthCheckRequest(service=""))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     served.servicer.go.set()
     assert [(await call).id for call in calls] == ["held"] * MAX_CALLS
@@ -107,7 +106,7 @@ async def test_idle_streams_leave_room_for_active_ones(serve):
     served = await serve()
     await served.opened(MAX_IDLE)
     served.servicer.go.set()
-    answer = await served.stub.ModelInfer(ModelInferRequest(id="a"), timeout=30)
+    answer = await served.stub.ModelInfer(ModelInferRequest(id="a"))
     assert answer.id == "a"
     assert served.admission.idle == MAX_IDLE
 
@@ -120,17 +119,17 @@ async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
             await call.write(ModelInferRequest(id="held"))
     await served.until(idle=1, in_flight=MAX_CALLS)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+        await served.stub.ModelInfer(ModelInferRequest())
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     # A refused request on a stream is refused alone, by its id: the stream stays open.
     call, read = calls[MAX_CALLS]
     await call.write(ModelInferRequest(id="too many"))
-    answer = await asyncio.wait_for(read, 30)
+    answer = await read
     assert (answer.infer_response.id, "in flight" in answer.error_message) == ("too many", True)
     served.servicer.go.set()
     await served.until(idle=MAX_CALLS + 1, in_flight=0)
     await call.write(ModelInferRequest(id="later"))
-    assert (await asyncio.wait_for(call.read(), 30)).infer_response.id == "later"
+    assert (await call.read()).infer_response.id == "later"
 
 
 async def test_calls_without_a_message_and_watches_are_idle(serve):
@@ -143,15 +142,15 @@ async def test_calls_without_a_message_and_watches_are_idle(serve):
         await watch.read()
     await served.until(idle=2 * MAX_CALLS + 2, in_flight=0)
     served.servicer.go.set()
-    await served.stub.ModelInfer(ModelInferRequest(), timeout=30)
+    await served.stub.ModelInfer(ModelInferRequest())
     more = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_IDLE)]
     for call in watches:
-        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for watch in more:
         assert (await watch.read()).status
     unary += [unsent() for _ in range(MAX_IDLE)]
     for call in unary[: 2 * MAX_CALLS]:
-        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not any(call.done() for call in (*unary[2 * MAX_CALLS :], *more))
     assert served.admission.idle == 2 * MAX_IDLE
 
@@ -163,11 +162,11 @@ async def test_a_stream_that_is_idle_for_too_long_ends_and_one_that_waits_for_an
     await served.until(in_flight=1)
     _, idle = served.open()
     with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await asyncio.wait_for(idle, 30)
+        await idle
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert served.admission.in_flight == 1
     served.servicer.go.set()
-    assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle since its answer.
+    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle since its answer.
 
 
 @pytest.mark.parametrize("key", ["x-headrace-client", "x-forwarded-for"])
@@ -180,8 +179,8 @@ async def test_a_caller_that_opens_too_many_streams_loses_its_own(serve, key):
         greedy.append(served.open(((key, "greedy"),)))
         await served.until(idle=1 + min(number + 1, MAX_IDLE // 2))
     for call, _ in greedy[: -MAX_IDLE // 2]:
-        assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not any(call.done() for call, _ in greedy[-MAX_IDLE // 2 :])
     served.servicer.go.set()
     await patient.write(ModelInferRequest(id="still here"))
-    assert (await asyncio.wait_for(read, 30)).infer_response.id == "still here"
+    assert (await read).infer_response.id == "still here"

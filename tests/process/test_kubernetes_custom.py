@@ -45,7 +45,7 @@ def errors(folder, resources):
     (folder / "resources.mts").write_text("\n".join(lines))
     compiler = MODULES / ".bin" / TSC[0]
     for command in ((compiler, *TSC[1:], "resources.mts"), ("node", "resources.mjs")):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             return done.stdout + done.stderr
     return ""

@@ -595,9 +595,7 @@ async def test_what_a_killed_logger_left_in_its_write_ahead_log_does_not_return(
         "    await Store(Path(sys.argv[1])).append([append_request(n) for n in range(4, 10)]); os._exit(0)\n"
         "asyncio.run(main())"
     )
-    await asyncio.to_thread(
-        subprocess.run, (sys.executable, "-c", script, str(database)), cwd=ROOT, check=True, timeout=60
-    )
+    await asyncio.to_thread(subprocess.run, (sys.executable, "-c", script, str(database)), cwd=ROOT, check=True)
     assert "payloads.sqlite3-wal" in os.listdir(tmp_path)
     assert run_copy("restore", "--force", tmp_path / "copy") == 0
     assert numbers_in(database) == [1, 2, 3]
@@ -632,7 +630,7 @@ async def test_a_restore_that_is_killed_leaves_what_was_there(database, tmp_path
         "backup.restore(Path(sys.argv[1]), Path(sys.argv[2]), True, die)"
     )
     command = (sys.executable, "-c", script, str(tmp_path / "copy"), str(database))
-    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, timeout=60)
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     # It had begun to overwrite pages.
     assert (tmp_path / "payloads.sqlite3-journal").stat().st_size > 100_000

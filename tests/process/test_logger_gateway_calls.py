@@ -235,7 +235,7 @@ async def test_tail_shows_calls_that_no_service_can_record(store, logger):
     async with following(tails) as records:
         await stub.Export(export_request({}, {"flags": "DR"}, {"grpc_status": "8", "failed_hop": "predictor"}))
         await stub.Export(export_request(*({"request_id": f"r{n}"} | call for n, call in enumerate(unrecorded))))
-        shown = [(await asyncio.wait_for(anext(records), 60)).request_id for _ in unrecorded]
+        shown = [(await anext(records)).request_id for _ in unrecorded]
     assert shown == [f"r{n}" for n in range(len(unrecorded))]
 
 
@@ -296,7 +296,7 @@ async def test_a_call_with_any_trace_id_is_recorded(store, logger):
         log.trace_id = trace_id
     async with following(tails) as records:
         await stub.Export(request)
-        shown = [(await asyncio.wait_for(anext(records), 60)).request_id for _ in trace_ids]
+        shown = [(await anext(records)).request_id for _ in trace_ids]
     assert shown == [repr(trace_id) for trace_id in trace_ids]
     assert {record.request_id: record.trace_id for record in await everything(store)} == {
         repr(trace_id): trace_id.hex() if len(trace_id) == 16 else "" for trace_id in trace_ids

@@ -25,7 +25,7 @@ def commands(checkout: Path, *target: str) -> str:
     """The commands that make would run, with an environment without settings."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "GATEWAY_PORT")}
     command = ["make", "--no-print-directory", "--dry-run", "--always-make", *target]
-    done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -77,7 +77,6 @@ def test_the_python_is_the_usual_one_else_the_newest_that_fits(
         env={"PATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.stdout == f"{chosen}\n", done.stderr
 

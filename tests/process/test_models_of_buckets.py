@@ -47,9 +47,9 @@ def put(server, monkeypatch, tmp_path):
     monkeypatch.setattr(buckets, "_BLOCK_BYTES", BLOCK)
 
     def send(path: str, data: bytes = b"") -> None:
-        urlopen(Request(f"{server}/models{path}", data, SIGNED, method="PUT"), timeout=20).close()
+        urlopen(Request(f"{server}/models{path}", data, SIGNED, method="PUT"), timeout=60).close()
 
-    urlopen(Request(f"{server}/moto-api/reset", b"", method="POST"), timeout=20).close()
+    urlopen(Request(f"{server}/moto-api/reset", b"", method="POST"), timeout=60).close()
     send("")
     return send
 

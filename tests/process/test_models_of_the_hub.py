@@ -26,7 +26,7 @@ def pull(tmp_path):
     def run(*locations, **environment):
         command = [sys.executable, "-P", "-m", "headrace_runner.command", "pull", *locations]
         own = {**os.environ, "HF_HOME": str(tmp_path), "HF_TOKEN": "", **environment}
-        return subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True)
 
     return run
 
@@ -79,7 +79,7 @@ def fetched(location):
         "import sys; from headrace.models.hub import fetch; from headrace.models.sources import parse_location;"
         "print(fetch(parse_location('chat', sys.argv[1]), ('*.json',)))"
     )
-    return subprocess.run([sys.executable, "-c", program, location], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program, location], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "q4_0"])

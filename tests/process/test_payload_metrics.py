@@ -3,14 +3,12 @@
 import logging
 import threading
 
-import pytest
-
 from headrace.payload import shipper as payload_shipper
 from headrace.payload.drops import DAMAGED, FULL, MEMORY, REASONS
 from headrace.payload.tap import REASON
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening, segments
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 GAUGES = ("headrace.payload.queued_bytes", "headrace.payload.spool_bytes", "headrace.payload.spool_age")
 
@@ -53,7 +51,7 @@ async def test_records_that_wait_for_an_absent_logger_are_counted_until_it_has_t
         await until(lambda: shown.value("spool_age") == 0)
         open_one.end("OK")
         await until(lambda: shown.value("spooled") == 4)
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
         assert shown.value("spool_age") == 0
     assert shown.dropped == dict.fromkeys(REASONS, 0)
 
@@ -102,7 +100,6 @@ async def test_a_damaged_spool_is_counted_and_logged(taps, caplog):
     assert any("is damaged before byte" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.timeout(60)
 async def test_reading_metrics_during_writes_never_fails(taps, ingest, caplog):
     tap = taps.start(ingest.target, memory=20_000)
     shown, stopping, names_seen = Shown(tap), threading.Event(), []
@@ -115,7 +112,7 @@ async def test_reading_metrics_during_writes_never_fails(taps, ingest, caplog):
     reader.start()
     for number in range(500):
         begin(tap, f"r{number}", prompt="p" * 100).end("OK")
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     stopping.set()
     reader.join()
     assert all(names == {*GAUGES, "headrace.payload.spooled", "headrace.payload.dropped"} for names in names_seen)

@@ -8,13 +8,14 @@ from headrace.payload.records import KEPT_CHARACTERS
 from headrace.payload.redaction import Redaction
 from headrace.payload.rules import PayloadRules
 from tests.support.payload_ingest import begin, segments
+from tests.waiting import HANG_S
 
 LONG = "once upon a time " * 20_000
 LONG_PARAMETERS = '{"stop": ["' + LONG + '"]}'
 
 
 async def recorded(tap, ingest):
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     return ingest.records
 
 

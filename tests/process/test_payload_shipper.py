@@ -19,7 +19,7 @@ from headrace.payload.parts import RecordedTensor
 from headrace.payload.rules import PayloadRules
 from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
 from tests.support.small_disk import small_disk
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ async def test_acknowledged_records_leave_the_disk(taps, ingest):
             recording.end("OK")
         if number % 100 == 0:
             await written(tap)
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     assert (tap.queued_bytes, tap.unacknowledged, tap.dropped) == (0, 0, {})
     await until(lambda: len(segments(taps.spool)) <= 3)  # The next two too.
     [received] = ingest.calls
@@ -67,7 +67,7 @@ async def test_unacknowledged_records_are_sent_again_unchanged(taps, ingest):
         begin(tap, f"r{number}").end("OK")
     await ingest.until(lambda: len(ingest.calls) >= 3)
     ingest.end_after = None
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(100)]
     for call in ingest.calls:
         sequences = [request.sequence for request in call]
@@ -86,7 +86,7 @@ async def test_records_are_sent_in_batches_and_those_of_a_logger_that_does_not_a
     assert (most(ingest.calls), tap.unacknowledged) == (1024, 1024)
     ingest.acknowledging = True
     await taps.close(tap)
-    assert await taps.start(ingest.target).drain(30)
+    assert await taps.start(ingest.target).drain(HANG_S)
     assert [record.request_id for record in ingest.records] == [f"r{number}" for number in range(2000)]
     assert ingest.messages < 50
 
@@ -115,7 +115,7 @@ async def test_it_can_be_closed_at_any_moment(taps, ingest):
             await asyncio.sleep(0.001)
         await taps.close(tap)
     ingest.end_after = None
-    assert await taps.start(ingest.target).drain(30)
+    assert await taps.start(ingest.target).drain(HANG_S)
     assert {record.request_id for record in ingest.records} == {f"r{moment}" for moment in range(30)}
 
 
@@ -136,7 +136,7 @@ async def test_records_left_by_a_drain_are_sent_after_the_next_start(taps, inges
     [left] = folders(taps.spool)
     tap = taps.start(ingest.target)
     begin(tap, "new").end("OK")
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     assert left not in folders(taps.spool)
     by_source = {request.source: [] for request in ingest.requests}
     for request in ingest.requests:
@@ -171,13 +171,13 @@ async def test_while_the_logger_is_away_records_pile_up_on_disk_and_not_in_memor
     assert tap.dropped[FULL] > 1000
     kept = 3000 - tap.dropped[FULL]
     async with listening(target) as ingest:
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
         records = ingest.records
         await until(lambda: len(segments(taps.spool)) <= 3)  # The next two too.
         with begin(tap, "after") as recording:
             recording.chunk("whole", [1])
             recording.end("OK")
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
         [after] = ingest.records[len(records) :]
     # A dropped begin drops its record; a dropped chunk makes it incomplete.
     whole = [record for record in records if not record.incomplete]
@@ -205,7 +205,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
     assert await lost.flushed(), "no request waits for room"
     assert not await tap.drain(0)
     async with listening(target) as ingest:
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
     assert {record.request_id for record in ingest.records} == {f"r{number}" for number in range(200)}
     assert {record.status for record in ingest.records} == {"OK"}
     assert sum(record.incomplete for record in ingest.records) == 1
@@ -225,7 +225,7 @@ async def test_a_stop_with_a_full_spool_loses_no_answer(taps):
     assert not await tap.drain(0.1)
     await taps.close(tap)
     async with listening(target) as ingest:
-        assert await taps.start(target).drain(30)
+        assert await taps.start(target).drain(HANG_S)
     ended = [record for record in ingest.records if record.request_id != "other"]
     assert [(record.status, record.text) for record in ended] == [("OK", "answer")] * 10
 
@@ -239,7 +239,7 @@ async def test_a_record_in_one_frame_loses_its_tensors_if_there_is_no_room_for_t
     await written(tap)
     assert tap.dropped == {FULL: 1}
     async with listening(target) as ingest:
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
     assert len(ingest.records) == is_kept
     for record in ingest.records:
         assert (record.prompt, record.status, record.incomplete) == ("prompt", "OK", True)
@@ -259,7 +259,7 @@ async def test_a_long_stream_keeps_no_segment(taps, ingest):
             await written(tap)
             await until(lambda: tap.spooled_bytes < 900_000)
     long.end("OK")
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     assert tap.dropped == {}
     assert len(ingest.records) == 2001
     record = ingest.records[-1]
@@ -324,7 +324,7 @@ async def test_a_process_that_is_killed_loses_no_request(taps, ingest, logger_is
     assert seen[0] == "written"
     [left] = folders(taps.spool)
     tap = taps.start(ingest.target)
-    assert await tap.drain(30)
+    assert await tap.drain(HANG_S)
     assert left not in folders(taps.spool)
     records = {}
     for record in ingest.records:
@@ -346,10 +346,10 @@ async def test_two_processes_share_a_root_and_one_takes_over_the_other_s_spool(t
         tap = taps.start(ingest.target)
         assert len(folders(taps.spool)) == 2
         begin(tap, "mine").end("OK")
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
         assert [record.request_id for record in ingest.records] == ["mine"], "what somebody holds is let alone"
     await taps.close(tap)
-    assert await taps.start(ingest.target).drain(30)
+    assert await taps.start(ingest.target).drain(HANG_S)
     assert {record.request_id for record in ingest.records} >= {f"ended-{number}" for number in range(20)}
     assert len(folders(taps.spool)) == 1
 
@@ -364,7 +364,7 @@ async def test_an_interrupted_takeover_is_taken_over_itself(taps, ingest):
         await ingest.until(lambda calls=calls: len(ingest.calls) > calls + 1)
         await taps.close(tap)
     ingest.end_after = None
-    assert await taps.start(ingest.target).drain(30)
+    assert await taps.start(ingest.target).drain(HANG_S)
     by_request = Counter(record.request_id for record in ingest.records)
     assert set(by_request.values()) == {1}
     assert by_request.keys() >= {f"open-{number}" for number in range(5)}
@@ -385,7 +385,7 @@ async def test_a_full_disk_affects_no_request_and_recording_recovers(tmp_path):
         assert tap.dropped[DISK] > 0
         assert len(whole) > 50
         async with listening(target) as ingest:
-            assert await tap.drain(30)
+            assert await tap.drain(HANG_S)
             assert {record.request_id for record in ingest.records if not record.incomplete} >= set(whole[:-1])
 
             async def recovered():
@@ -393,7 +393,7 @@ async def test_a_full_disk_affects_no_request_and_recording_recovers(tmp_path):
                     await recording.flushed()
                     recording.chunk("text", [1])
                     recording.end("OK")
-                assert await tap.drain(30)
+                assert await tap.drain(HANG_S)
                 return any(record.request_id == "after" and record.text == "text" for record in ingest.records)
 
             await until(recovered)
@@ -410,12 +410,12 @@ async def test_a_record_that_the_logger_refuses_blocks_no_other(taps, ingest, mo
     tap = taps.start(ingest.target)
     for n in range(12):
         begin(tap, f"r{n}").end("OK")
-    assert await tap.drain(60)
+    assert await tap.drain(HANG_S)
     assert [record.request_id for record in ingest.records] == [f"r{n}" for n in range(12) if f"r{n}" not in poison]
     assert tap.dropped[REFUSED] == 3
     assert sum("which is dropped" in message for message in caplog.messages) == 3
     begin(tap, "later").end("OK")
-    assert await tap.drain(60)
+    assert await tap.drain(HANG_S)
     assert ingest.records[-1].request_id == "later"
 
 
@@ -426,6 +426,6 @@ async def test_a_logger_that_was_away_for_long_refuses_no_record(taps, ingest, m
     begin(tap).end("OK")
     await until(lambda: len(ingest.calls) > 30)
     ingest.refuses = lambda request: None
-    assert await tap.drain(60)
+    assert await tap.drain(HANG_S)
     assert len(ingest.records) == 1
     assert tap.dropped[REFUSED] == 0

@@ -39,7 +39,6 @@ def run(*command: str | Path, cwd: Path = ROOT, umask: int = -1, **environment: 
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
         umask=umask,
     )
     assert done.returncode == 0, done.stdout + done.stderr

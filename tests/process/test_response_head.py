@@ -55,7 +55,7 @@ async def channel():
 async def begins_and_ends_with(channel, method, request=b"", metadata=LIMITED):
     """Initial and trailing metadata of a call."""
     make = channel.unary_unary if method == "unary" else channel.unary_stream
-    call = make(f"/test/{method}")(request, metadata=metadata, timeout=30)
+    call = make(f"/test/{method}")(request, metadata=metadata)
     initial = dict(await call.initial_metadata())
     with suppress(grpc.aio.AioRpcError):
         _ = await call if method == "unary" else [message async for message in call]

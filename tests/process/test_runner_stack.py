@@ -35,7 +35,7 @@ from tests.waiting import until
 async def check(target: str, service: str = "") -> int:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         return int(answer.status)
 
 
@@ -54,7 +54,7 @@ async def test_a_killed_predictor_is_restarted_behind_the_gateway(tmp_path: Path
 
         before = stack.pid("predictor-0")
         await stack.kill("predictor-0")
-        await stack.wait_ready(timeout_s=30)
+        await stack.wait_ready()
         assert stack.pid("predictor-0") != before
         assert [line.partition(" (see")[0] for line in reports] == [
             "predictor-0 was ended by SIGKILL; starting it again in 0.2 s"
@@ -77,7 +77,7 @@ async def test_a_stack_without_own_predictors_waits_for_one_elsewhere(
     await stack.start()
     try:
         assert stack.names == ("envoy", "transformer", "logger")
-        ready = asyncio.create_task(stack.wait_ready(timeout_s=60))
+        ready = asyncio.create_task(stack.wait_ready())
         await until(lambda: "waiting for a predictor of PREDICTOR_ENDPOINTS" in reports)
         assert not ready.done()
         elsewhere = await start_stack(tmp_path / "elsewhere", {"predictor_port": port}, commands=FAKES)
@@ -100,7 +100,6 @@ def up(environment: dict[str, str], prepare: Callable[[], None] | None = None) -
         preexec_fn=prepare,
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 
@@ -205,7 +204,7 @@ def test_a_second_up_is_refused_and_down_stops_the_first(runner: Runner) -> None
     assert second.stderr.count("\n") == 1
 
     assert command(runner, "down").stdout == "stopped\n"
-    assert runner.process.wait(timeout=60) == 0
+    assert runner.process.wait() == 0
     assert gone(services, within_s=0)
     assert command(runner, "down").stdout == "no stack is running\n"
 

@@ -71,7 +71,7 @@ async def stub_before(*victims):
 async def test_only_one_of_the_predictors_with_the_request_dies():
     victims = Victim(False), Victim(True), Victim(True)
     async with stub_before(*victims) as stub:
-        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
+        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))
     assert [victim.deaths for victim in victims] == [0, 1, 0]
 
 
@@ -79,7 +79,7 @@ async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypat
     monkeypatch.setattr(text_generation_servicer, "_TIMEOUT_S", 1.0)
     victims = Victim(True, hangs=True), Victim(True)
     async with stub_before(*victims) as stub:
-        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
+        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))
     assert [victim.deaths for victim in victims] == [0, 1]
 
 
@@ -87,6 +87,6 @@ async def test_if_no_predictor_has_the_request_none_dies():
     victims = Victim(False), Victim(False)
     async with stub_before(*victims) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
+            await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert [victim.deaths for victim in victims] == [0, 0]

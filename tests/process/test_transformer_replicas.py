@@ -14,6 +14,7 @@ from headrace_transformer.predictors.discovery import resolver
 from headrace_transformer.predictors.discovery.replicas import ModelState, Replicas, merged, summed
 from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
+from tests.waiting import HANG_S
 
 
 def table(**states):
@@ -81,6 +82,7 @@ async def replicas_at(monkeypatch, *addresses):
 
 
 async def test_a_scale_down_amid_many_calls_fails_none(monkeypatch):
+    monkeypatch.setattr(module, "PROBE_TIMEOUT_S", HANG_S)  # A probe that is late fails, on a busy machine too.
     async with AsyncExitStack() as stack:
         everyone = [await stack.enter_async_context(serving(ScriptedPredictor())) for _ in range(4)]
         replicas, known = await stack.enter_async_context(replicas_at(monkeypatch, *everyone))

@@ -33,7 +33,7 @@ def story_request(**parameters):
 
 async def read(stub, request):
     """Text, finish reason and log probabilities of one ModelStreamInfer."""
-    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request), timeout=60)]
+    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request))]
     outputs = [decode_outputs(response) for response in responses]
     text = b"".join(each["text_output"].array[0] for each in outputs).decode()
     values = [
@@ -125,7 +125,7 @@ async def test_a_request_for_an_unknown_model_does_not_wait(answer):
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
         for name in ("nobody", MODEL):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(text_request(name, "Tell me"), timeout=30)
+                await stub.ModelInfer(text_request(name, "Tell me"))
             assert raised.value.code() is grpc.StatusCode.NOT_FOUND
             predictor.state = ""
             await until(lambda: not catalogue.lists(MODEL))
@@ -138,14 +138,14 @@ async def test_a_request_for_tensors_waits_only_for_its_predictor():
     request.parameters["max_tokens"].int64_param = 100
     async with serving(predictor) as address, transformer(address) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError, match="wrong"):
-            await stub.ModelInfer(request, timeout=30)
+            await stub.ModelInfer(request)
         assert len(predictor.calls) == 4
         predictor.script.extend(raises(error) for error in away)
-        responses = [response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+        responses = [response async for response in stub.ModelStreamInfer(each(request))]
         assert responses[-1].infer_response.parameters["finish_reason"].string_param == "stop"
         assert len(predictor.calls) == 8
         predictor.script.append(raises(NotReadyError("the model loads"), after=1))
-        responses = [response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+        responses = [response async for response in stub.ModelStreamInfer(each(request))]
         assert (len(responses), responses[-1].error_message) == (2, "the model loads")
 
 

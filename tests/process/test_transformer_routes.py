@@ -42,7 +42,7 @@ def routed(tmp_path, text):
 async def tokens_of(stub, request):
     for name in ("text_output", "num_output_tokens"):
         request.outputs.add(name=name)
-    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request), timeout=30)]
+    responses = [response.infer_response async for response in stub.ModelStreamInfer(each(request))]
     return sum(int(decode_outputs(response)["num_output_tokens"].array[0]) for response in responses)
 
 
@@ -65,7 +65,7 @@ async def test_a_request_that_kills_its_predictor_does_not_fall_back(tmp_path):
     routes = routed(tmp_path, FALLS_BACK)
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
+            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5))
     assert raised.value.code() is grpc.StatusCode.INTERNAL
     assert {call.request.model for call in predictor.calls} == {MODEL}
 
@@ -79,7 +79,7 @@ async def test_if_all_models_fail_the_last_error_is_the_answer(tmp_path):
     routes = routed(tmp_path, FALLS_BACK)
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes, wait_s=0.2) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
+            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5))
     assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.UNAVAILABLE, "second loads")
     assert [call.request.model for call in predictor.calls][-1] == SECOND
 
@@ -101,7 +101,7 @@ async def test_requests_for_tensors_fall_back_too(tmp_path):
     routes = routed(tmp_path, FALLS_BACK)
     # Without their tokenizers both models take tensors.
     async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
-        answer = await stub.ModelInfer(tensors("chat"), timeout=30)
+        answer = await stub.ModelInfer(tensors("chat"))
     assert answer.model_name == "chat"
     assert predictor.calls[-1].request.model_name == SECOND
 

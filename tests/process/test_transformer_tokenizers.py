@@ -102,12 +102,12 @@ async def served(tmp_path):
 async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_others_are_served(served, name):
     stub, _, server = served
     with pytest.raises(grpc.aio.AioRpcError, match=f"model '{name}' was not loaded: model {name}: ") as raised:
-        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=30)
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert server.ready == {"story"}
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
     assert stub.router.is_ready("story")
-    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
+    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"))
 
 
 async def test_after_a_restart_a_model_with_an_unreadable_tokenizer_is_logged_and_the_others_are_served(tmp_path):
@@ -116,7 +116,7 @@ async def test_after_a_restart_a_model_with_an_unreadable_tokenizer_is_logged_an
     server.ready.update(("story", "bad"))
     async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
         assert stub.router.is_ready("story")
-        answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="story"), timeout=10)
+        answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="story"))
         assert answer.platform == "headrace_text"
         assert "cannot be read" in catalogue.why_unreadable("bad")
 

@@ -56,7 +56,7 @@ def start(port, http_port=0, **environment):
 def test_a_taken_port_is_one_line_at_the_start(names):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         process = start(**{"port": 0} | {names: taken.getsockname()[1]})
-        _, error_text = process.communicate(timeout=60)
+        _, error_text = process.communicate()
     assert process.returncode == os.EX_TEMPFAIL
     assert error_text.startswith("transformer: 127.0.0.1:")
     assert error_text.count("\n") == 1
@@ -67,7 +67,7 @@ NO_TOKENIZERS = {"MODELS": "identity=models/identity"}
 
 def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path):
     process = start(0, **NO_TOKENIZERS | {"MODELS": f"x={tmp_path}"})
-    _, error_text = process.communicate(timeout=60)
+    _, error_text = process.communicate()
     assert process.returncode == os.EX_CONFIG
     assert "has no config.json" in error_text
     assert "Traceback" not in error_text

@@ -18,6 +18,7 @@ from tests.support import postgresql
 from tests.support.payload_ingest import Ingest, Taps, begin
 from tests.support.payload_records import append_request, everything, number_of, record_id
 from tests.support.stored_state import BATCH_FILE, LIMITS, REQUESTS, SPOOLED, TIME_NS
+from tests.waiting import HANG_S
 
 DATA = Path(__file__).parent / "data"
 VERSIONS = sorted(path.name for path in DATA.iterdir())
@@ -35,7 +36,7 @@ async def test_the_records_of_a_spool_are_shipped(version: str, tmp_path: Path, 
     try:
         tap = taps.start(ingest.target)
         begin(tap, "new").end("OK")
-        assert await tap.drain(30)
+        assert await tap.drain(HANG_S)
         assert tap.dropped == {}
     finally:
         await taps.close_all()

@@ -108,7 +108,7 @@ async def test_a_dead_engine_is_reported_and_replaced_and_its_streams_go_on(stac
 
     await until(is_reported)
     await until(lambda: "another engine serves it" in stack.log("predictor-0"))
-    await stack.wait_ready(60)
+    await stack.wait_ready()
     assert stack.pid("predictor-0") == process
     story = greedy("Once upon a time", 5)
     assert text_of(await generate(stack.gateway, model="storyteller", prompt=story.prompt, **story.parameters))

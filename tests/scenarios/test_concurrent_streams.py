@@ -38,7 +38,7 @@ def request_of(number, stories):
     return Request(f"stream-{number}", way, dice.choice(stories), manner, pieces=dice.randrange(1, 12), timeout_s=limit)
 
 
-@pytest.mark.timeout(900 if FULL else 120)
+@pytest.mark.timeout(900 if FULL else 300)
 async def test_streams_that_end_in_every_way_leave_no_resources_behind(new_stack, tmp_path):
     print(f"SEED={SEED}")
     stack = await new_stack(

@@ -8,9 +8,10 @@ import pytest
 from playwright.async_api import Browser, async_playwright, expect
 
 from headrace_runner.settings import ROOT
+from tests.waiting import HANG_S
 
 SCREENSHOTS = ROOT / ".run" / "screenshots"
-WAIT_MS = 30_000  # A busy machine may take seconds for what a page does at once.
+WAIT_MS = 1000 * HANG_S
 
 _EXECUTABLE = shutil.which("chromium") or shutil.which("google-chrome")
 

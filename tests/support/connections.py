@@ -5,7 +5,7 @@ import socket
 import ssl
 from pathlib import Path
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def context(folder: Path, *, with_certificate: bool = False, trust: str = "authority.crt") -> ssl.SSLContext:

@@ -39,7 +39,7 @@ class Http2Stream:
 
     async def wait(self, condition: Any = None) -> "Http2Stream":
         """Returns once the answer has ended, or the condition holds."""
-        async with asyncio.timeout(30), self._client.news:
+        async with self._client.news:
             await self._client.news.wait_for(
                 lambda: self.is_ended or self._client.is_closed or (condition is not None and condition())
             )
@@ -121,7 +121,7 @@ class Http2Client:
         await self.writer.drain()
 
     async def closed(self) -> None:
-        async with asyncio.timeout(30), self.news:
+        async with self.news:
             await self.news.wait_for(lambda: self.is_closed)
 
     async def read(self) -> None:

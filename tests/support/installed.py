@@ -28,7 +28,6 @@ def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
     )
     assert done.returncode == code, done.stdout
     return done.stdout

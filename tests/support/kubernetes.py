@@ -50,7 +50,7 @@ def kustomize(folder: Path) -> tuple[Document, ...]:
 
 
 def _documents(*command: str) -> tuple[Document, ...]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tuple(each for each in yaml.safe_load_all(done.stdout) if each)
 

@@ -34,7 +34,7 @@ ROWS = {
 
 def fetch(url: str, form: dict[str, str] | None = None) -> str:
     data = urllib.parse.urlencode(form).encode() if form else None
-    with urllib.request.urlopen(url, data, timeout=10) as answer:
+    with urllib.request.urlopen(url, data, timeout=60) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -68,7 +68,7 @@ async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
         yield page
     finally:
         locust.terminate()
-        await asyncio.wait_for(locust.wait(), 20)
+        await locust.wait()
 
 
 async def check_report(page: str, gateway: str) -> None:

@@ -99,7 +99,7 @@ class Host:
     def ip(self, *arguments: str) -> None:
         """Runs `ip` on the host."""
         command = ("nsenter", f"--net={self.namespace}", "ip", *arguments)
-        subprocess.run(command, check=True, capture_output=True, timeout=10)
+        subprocess.run(command, check=True, capture_output=True)
 
     def _make(self) -> int:
         """The far end of the link, in a new namespace."""
@@ -155,7 +155,7 @@ def join(one: Host, other: Host) -> tuple[str, str]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, timeout=10)
+    subprocess.run(("ip", *arguments), check=True, capture_output=True)
 
 
 def _check(result: int) -> None:

@@ -56,7 +56,7 @@ class Ingest(headrace_pb2_grpc.PayloadIngestServicer):
                 yield request
 
     async def until(self, condition):
-        async with self.changed, asyncio.timeout(30):
+        async with self.changed:
             await self.changed.wait_for(condition)
 
     @property

@@ -24,7 +24,7 @@ from tests.support.logger_process import free_port
 
 MISSING = "PostgreSQL is not installed: no initdb in PATH and /usr/lib/postgresql (Debian's package `postgresql`)"
 _PASSWORD = "geheim"
-_START_S = 30
+_START_S = 120
 
 
 @cache

@@ -110,13 +110,13 @@ def real_registry(program: str, folder: Path, pushed: Pushed, repository: str) -
                 break
             time.sleep(0.02)
         for digest, data in pushed.blobs.items():
-            with urlopen(Request(f"{base}{repository}/blobs/uploads/", b"", method="POST"), timeout=20) as begun:
+            with urlopen(Request(f"{base}{repository}/blobs/uploads/", b"", method="POST"), timeout=60) as begun:
                 place = begun.headers["Location"]
             binary = {"Content-Type": "application/octet-stream"}  # It would read a form.
-            urlopen(Request(f"{place}&digest={digest}", data, binary, method="PUT"), timeout=20).close()
+            urlopen(Request(f"{place}&digest={digest}", data, binary, method="PUT"), timeout=60).close()
         for reference, (kind, data) in pushed.manifests.items():
             put = Request(f"{base}{repository}/manifests/{reference}", data, {"Content-Type": kind}, method="PUT")
-            urlopen(put, timeout=20).close()
+            urlopen(put, timeout=60).close()
         yield address
     finally:
         process.terminate()

@@ -101,7 +101,7 @@ async def stack(stacks: StackPool) -> AsyncIterator[Stack]:
 async def mended_stack(stacks: StackPool) -> AsyncIterator[Stack]:
     """The storyteller behind one predictor, for tests that end its processes: all run again when a test begins."""
     async with stacks.use(models="storyteller=models/storyteller") as shared:
-        await shared.wait_ready(timeout_s=60)
+        await shared.wait_ready()
         yield shared
 
 

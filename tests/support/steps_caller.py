@@ -76,8 +76,7 @@ class StepsCaller:
 
     async def closed(self):
         """Waits until the predictor has closed the connection."""
-        async with asyncio.timeout(10):
-            await asyncio.wait([self.connection.ended])
+        await asyncio.wait([self.connection.ended])
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ async def generate(gateway: str, **fields: Any) -> list[headrace_pb2.GenerateRes
     """All responses of one `Generate`."""
     async with channel(gateway) as open_channel:
         stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
-        return [response async for response in stub.Generate(headrace_pb2.GenerateRequest(**fields), timeout=60)]
+        return [response async for response in stub.Generate(headrace_pb2.GenerateRequest(**fields))]
 
 
 async def begun_streams(
@@ -95,7 +95,7 @@ def ids_request(model: str, tensor: Tensor, **parameters: int) -> inference_pb2.
 async def infer(gateway: str, request: inference_pb2.ModelInferRequest, authority: str | None = None) -> Any:
     """The outputs of one `ModelInfer`, by name."""
     async with channel(gateway, authority) as open_channel:
-        return decode_outputs(await GRPCInferenceServiceStub(open_channel).ModelInfer(request, timeout=60))
+        return decode_outputs(await GRPCInferenceServiceStub(open_channel).ModelInfer(request))
 
 
 async def statistics(address: str, model: str) -> inference_pb2.ModelStatistics:
@@ -183,7 +183,7 @@ def http_request(
 def leave_http(gateway: str, path: str, body: Any) -> None:
     """Posts a request for a stream over HTTP/1.1 and disconnects after its first bytes; blocks."""
     host, _, port = gateway.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     response.read1(64)

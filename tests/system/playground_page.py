@@ -135,6 +135,6 @@ async def output_of(*command: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
     )
-    output, errors = await asyncio.wait_for(process.communicate(), 60)
+    output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     return output.decode()

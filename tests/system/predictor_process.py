@@ -1,6 +1,5 @@
 """A predictor in its own process, without a stack, for tests that call it directly and check its exit."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -28,8 +27,7 @@ class PredictorProcess:
 
     async def end(self) -> int:
         """Its exit status, once it has ended."""
-        async with asyncio.timeout(60):
-            return await self.process.wait()
+        return await self.process.wait()
 
 
 @asynccontextmanager

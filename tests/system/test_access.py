@@ -194,5 +194,5 @@ async def test_no_secret_is_shown_anywhere(guarded: Guarded) -> None:
 
 
 def read_page(page: str) -> str:
-    with urllib.request.urlopen(page, timeout=10) as response:
+    with urllib.request.urlopen(page, timeout=60) as response:
         return str(response.read().decode())

@@ -32,7 +32,7 @@ def request(model="identity", request_id="", numbers=(1, 2, 3)):
 
 async def infer(gateway, message, **options):
     async with channel(gateway) as open_channel:
-        return await GRPCInferenceServiceStub(open_channel).ModelInfer(message, timeout=60, **options)
+        return await GRPCInferenceServiceStub(open_channel).ModelInfer(message, **options)
 
 
 def numbers_of(response):
@@ -69,7 +69,7 @@ async def test_a_message_that_does_not_begin_with_the_models_name_is_answered_to
     rest = request("").SerializeToString()
     async with channel(stack.gateway) as open_channel:
         raw = open_channel.unary_unary(METHOD, response_deserializer=pb.ModelInferResponse.FromString)
-        assert numbers_of(await raw(rest + name, timeout=60)) == [[1, 2, 3]]
+        assert numbers_of(await raw(rest + name)) == [[1, 2, 3]]
         # The last value of a repeated field counts: the predictor does not have this model.
         with pytest.raises(grpc.aio.AioRpcError, match="no model"):
             await raw(request().SerializeToString() + pb.ModelInferRequest(model_name="x").SerializeToString())
@@ -79,7 +79,7 @@ async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
     mark = (("x-headrace-direct", "true"),)
     async with channel(stack.gateway, "predictor") as open_channel:
         predictor = GRPCInferenceServiceStub(open_channel)
-        await predictor.ModelInfer(request(request_id="marked"), timeout=60, metadata=mark)
+        await predictor.ModelInfer(request(request_id="marked"), metadata=mark)
     await infer(stack.gateway, request(request_id="after-the-mark"))
     await records(stack.gateway, request_id="after-the-mark")
     assert [record for record in await query(stack.gateway, request_id="marked") if record.inputs] == []
@@ -88,12 +88,12 @@ async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
 async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):
     async with channel(stack.gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
-        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="quiet"), timeout=60)
+        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="quiet"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ModelInfer(request("quiet"), timeout=60)
+            await stub.ModelInfer(request("quiet"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="quiet"), timeout=60)
-        assert numbers_of(await stub.ModelInfer(request("quiet"), timeout=60)) == [[1, 2, 3]]
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="quiet"))
+        assert numbers_of(await stub.ModelInfer(request("quiet"))) == [[1, 2, 3]]
 
 
 async def test_without_a_predictor_the_call_waits_for_one(stack):

@@ -94,6 +94,6 @@ async def test_text_generation_inference_is_found_out_and_gets_text(stack, engin
 async def test_a_generation_that_failed_at_text_generation_inference_is_tried_elsewhere(stack, engines):
     engines[4].refuses = 424, {"error": "Request failed during generation", "error_type": "generation"}
     body = {"model": "tgi", "prompt": "Once", "max_tokens": TOKENS}
-    answers = [await rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(4)]
-    assert {(answer.status, answer.json["model"]) for answer in answers} == {(200, "tgi")}
-    assert any(engine.requests for engine in engines[4:5])
+    while not engines[4].requests:  # Which engine is first is chosen at random.
+        answer = await rest(stack.gateway, "POST", "/v1/completions", body)
+        assert (answer.status, answer.json["model"]) == (200, "tgi")

@@ -243,9 +243,8 @@ async def cut_off(stack, body):
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    async with asyncio.timeout(60):
-        while b"data: " not in await reader.readline():
-            pass
+    while b"data: " not in await reader.readline():
+        pass
     writer.transport.abort()
 
 

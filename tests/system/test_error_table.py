@@ -326,7 +326,7 @@ async def test_methods_that_do_not_generate_have_their_errors(stack):
     async with channel(stack.gateway) as open_channel:
         for case, (path, request, _, _) in METHODS.items():
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await open_channel.unary_unary(path)(request, timeout=10)
+                await open_channel.unary_unary(path)(request)
             hop = dict(raised.value.trailing_metadata()).get("x-failed-hop")
             results[case] = (raised.value.code(), hop, bool(raised.value.details()))
     assert results == {case: (status, hop, True) for case, (_, _, status, hop) in METHODS.items()}

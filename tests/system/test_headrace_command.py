@@ -19,7 +19,6 @@ from tests.support.free_ports import free_settings
 from tests.waiting import until
 
 TRACE_PAGE = "http://127.0.0.1:16686/trace/"
-TIMEOUT_S = 90
 
 
 class Served:
@@ -47,7 +46,7 @@ class Served:
     async def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
         """Exit code, output and errors of a command."""
         process = await self.start(*arguments)
-        output, errors = await asyncio.wait_for(process.communicate(stdin.encode()), TIMEOUT_S)
+        output, errors = await process.communicate(stdin.encode())
         return process.returncode or 0, output.decode(), errors.decode()
 
     def call(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
@@ -78,14 +77,15 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     own = Served(folder)
     process = await own.start("serve", "./tale", "--name", "acme/teller", "GATEWAY_TRACE_PERCENT=100")
     assert process.stdout is not None
-    async with asyncio.timeout(TIMEOUT_S):
+    try:
         while not own.lines or not own.lines[-1].startswith("logs "):
             line = (await process.stdout.readline()).decode()
             assert line, own.lines
             own.lines.append(line)
-    yield own
-    process.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        yield own
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
     assert process.returncode == 0
 
 
@@ -103,7 +103,7 @@ async def record_of(served: Served, text: str) -> dict[str, object]:
     def found() -> str:
         return served.output("log", "--json", "--contains", text, "--since", "1h")
 
-    await until(found, TIMEOUT_S)
+    await until(found)
     return dict(json.loads(found().splitlines()[-1]))
 
 
@@ -142,10 +142,9 @@ async def test_the_log_can_be_followed(served: Served) -> None:
     assert process.stdout is not None
     following = asyncio.create_task(process.stdout.readline())
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not following.done():  # until the command has begun to follow.
-                served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
-                await asyncio.wait({following}, timeout=1)
+        while not following.done():  # until the command has begun to follow.
+            served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
+            await asyncio.wait({following}, timeout=1)
         assert json.loads(following.result())["model"] == "acme/teller"
     finally:
         process.send_signal(signal.SIGINT)

@@ -28,7 +28,6 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "deploy" / "kserve"
 NAME, NAMESPACE = "chat", "models"
-START_S = 60
 # Of the transformer: to see without long waits what happens while there is no predictor.
 HASTE = {"TRANSFORMER_PREDICTOR_START_WAIT": "1"}
 
@@ -127,29 +126,29 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
 
         every = ("startupProbe", "livenessProbe", "readinessProbe")
         # Without a predictor it is ready for calls, and refuses them in time.
-        await until(lambda: passes(transforming, *every), START_S)
+        await until(lambda: passes(transforming, *every))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[9001]}") as channel:
             stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
 
             async def code():
                 try:
-                    await stub.ModelInfer(text_request(NAME, "Once", max_tokens=2), timeout=30)
+                    await stub.ModelInfer(text_request(NAME, "Once", max_tokens=2))
                 except grpc.aio.AioRpcError as error:
                     return error.code()
                 return grpc.StatusCode.OK
 
             assert await code() is grpc.StatusCode.UNAVAILABLE
             async with predictor(predicting, tmp_path, ports) as running:
-                await until(lambda: passes(predicting, *every), START_S)
+                await until(lambda: passes(predicting, *every))
 
                 async def serves():
                     return await code() is grpc.StatusCode.OK
 
-                await until(serves, START_S)
+                await until(serves)
                 await client_passes("kserve_deployment", f"127.0.0.1:{ports[9001]}", NAME, environment=".venv-kserve")
                 running.send_signal(15)
-                assert await asyncio.wait_for(running.wait(), 30) == 0
+                assert await running.wait() == 0
             assert await code() is grpc.StatusCode.UNAVAILABLE
         assert await passes(transforming, *every)
         transformer.terminate()
-        assert await asyncio.wait_for(transformer.wait(), 30) == 0
+        assert await transformer.wait() == 0

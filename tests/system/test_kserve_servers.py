@@ -24,7 +24,6 @@ from tests.system.own_clients import python_of
 from tests.waiting import until
 
 SCRIPTS = Path(__file__).parents[1] / "kserve"
-START_S = 60
 NUMBERS = {"id": "r", "inputs": [{"name": "n", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
 
 
@@ -47,7 +46,7 @@ async def kserve(script, **arguments):
             return False
 
     try:
-        await until(answers, START_S)
+        await until(answers)
         yield f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}"
     finally:
         if server.returncode is None:
@@ -107,7 +106,7 @@ async def test_kserves_transformers_serve_in_front_of_the_predictor_and_of_the_g
 
 async def test_the_transformer_serves_in_front_of_kserves_model_server(model_server):
     async with transformer(model_server, models="echo=models/identity", ready=False) as (stub, catalogue):
-        await until(lambda: catalogue.ready, START_S)
+        await until(lambda: catalogue.ready)
         assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
         assert (await stub.ModelMetadata(pb.ModelMetadataRequest(name="echo"))).name == "echo"

@@ -47,7 +47,7 @@ async def stack(stacks, registry, tmp_path_factory):
 
 async def manage(stack, method, request):
     async with channel(stack.gateway, "predictor") as opened:
-        await getattr(GRPCInferenceServiceStub(opened), f"RepositoryModel{method}")(request, timeout=60)
+        await getattr(GRPCInferenceServiceStub(opened), f"RepositoryModel{method}")(request)
 
 
 async def test_a_model_is_loaded_used_unloaded_and_loaded_again_while_others_are_served(stack, registry):

@@ -68,14 +68,14 @@ async def test_a_page_that_was_opened_too_early_recovers(demo, open_page):
     await expect(page.locator("#state")).to_have_text(re.compile("loading|not reachable"))
     await expect(page.locator("#trouble")).to_contain_text(re.compile("starting|Not ready yet|does not answer"))
     await page.unroute("**/v2/health/ready")
-    await expect(page.locator("#state")).to_have_text("ready", timeout=60_000)
+    await expect(page.locator("#state")).to_have_text("ready")
     await expect(page.locator("#trouble")).to_be_hidden()
     await expect(page.locator("#state-models")).to_have_text("1 model")
     await expect(page.locator("#model option")).to_have_text(MODEL)
 
 
 async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway)
     await expect(page.locator("[name=kind][value=messages]")).to_be_checked()
     await page.locator("[name=kind][value=prompt]").check(force=True)
@@ -119,7 +119,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
 
 
 async def test_stop_ends_the_generation_in_the_engine(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway)
     await page.fill("#prompt", "To be stopped")
     await page.select_option("#pace", "5")
@@ -144,7 +144,7 @@ async def kill_its_predictor(page):
     await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[1-9]\d)$"))
     await page.click("#kill")
     mark = page.locator(".answer").last.locator(".mark")
-    await expect(mark).to_have_count(1, timeout=60_000)
+    await expect(mark).to_have_count(1)
     await expect(page.locator(".answer").last.locator(".bars .late")).to_have_count(1)
     return MARK.fullmatch(await mark.text_content()).groups()
 
@@ -161,9 +161,9 @@ async def kill_its_predictor(page):
 async def test_a_slow_story_survives_its_predictor_and_its_code_repeats_it(
     demo, open_page, name, viewport, scheme, kind
 ):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway, viewport, scheme)
-    await expect(page.locator("#state-predictors")).to_have_text("2 predictors", timeout=60_000)
+    await expect(page.locator("#state-predictors")).to_have_text("2 predictors")
     if viewport is PHONE:
         await page.click("#drawer-toggle")
     await page.fill("[name=max_tokens]", str(TOKENS))
@@ -215,7 +215,7 @@ async def test_a_slow_story_survives_its_predictor_and_its_code_repeats_it(
 
 
 async def test_a_record_is_replayed_and_deleted(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway)
     await page.fill("[name=max_tokens]", "5")
     await page.fill("[name=seed]", LONG_SEED)
@@ -240,7 +240,7 @@ async def test_a_record_is_replayed_and_deleted(demo, open_page):
 
 
 async def test_a_model_is_unloaded_and_loaded_again(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway)
     await page.click("#tab-models")
     card = page.locator(f"[data-model='{MODEL}']")
@@ -250,11 +250,11 @@ async def test_a_model_is_unloaded_and_loaded_again(demo, open_page):
     await expect(card).to_contain_text("unavailable")
     await expect(page.locator("#trouble")).to_contain_text("No text model is loaded")
     await card.locator("button:text-is('Load')").click()
-    await expect(card).to_contain_text("2 of 2 predictors", timeout=60_000)
+    await expect(card).to_contain_text("2 of 2 predictors")
 
 
 async def test_errors_before_and_within_the_answer_have_advice(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
+    await demo.wait_ready()
     page = await open_page(demo.gateway)
     error = page.locator("#error")
     await page.set_extra_http_headers({"x-timeout-ms": "soon"})

@@ -134,9 +134,7 @@ def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
 def run(command: list[str], make_up: MakeUp) -> str:
     for documented, actual in make_up.addresses.items():
         command = [part.replace(documented, actual) for part in command]
-    done = subprocess.run(
-        command, cwd=make_up.folder, env=os.environ | {"PATH": PATH}, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command, cwd=make_up.folder, env=os.environ | {"PATH": PATH}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

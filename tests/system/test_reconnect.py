@@ -129,7 +129,7 @@ async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     ids, text, logprobs = [], "", []
     async with channel(first.gateway) as open_channel:
         request = headrace_pb2.GenerateRequest(request_id="cut", **fields)
-        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         async for response in stream:
             ids += response.token_ids
             logprobs += response.logprobs

@@ -83,7 +83,7 @@ async def cancelled(gateway: str, number: int) -> object:
     fields = {"request_id": f"r{number}", "seed": number, "pace": 10, "ignore_eos": True}
     request = GenerateRequest(**MODEL, prompt=PROMPTS[2], **fields)
     async with channel(gateway) as open_channel:
-        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         for _ in range(3):
             await call.read()
         call.cancel()
@@ -219,7 +219,6 @@ async def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

@@ -34,14 +34,14 @@ async def kill(gateway, request_id, *metadata):
     async with channel(gateway) as open_channel:
         request = headrace_pb2.KillPredictorRequest(request_id=request_id)
         stub = headrace_pb2_grpc.DevelopmentStub(open_channel)
-        return await stub.KillPredictor(request, metadata=metadata, timeout=30)
+        return await stub.KillPredictor(request, metadata=metadata)
 
 
 async def listed(gateway):
     async with channel(gateway) as open_channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(open_channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answer = await anext(aiter(stub.ServerReflectionInfo(each(request), timeout=30)))
+        answer = await anext(aiter(stub.ServerReflectionInfo(each(request))))
         return [service.name for service in answer.list_services_response.service]
 
 
@@ -67,5 +67,5 @@ async def test_without_development_mode_no_predictor_is_killed(stack):
         predictor = headrace_pb2_grpc.PredictorDevelopmentStub(open_channel)
         request = headrace_pb2.KillPredictorRequest(request_id="mine")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await predictor.Kill(request, metadata=(MEANT,), timeout=30)
+            await predictor.Kill(request, metadata=(MEANT,))
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -78,15 +78,15 @@ async def load(predictor, name, **parameters):
     request = pb.RepositoryModelLoadRequest(model_name=name)
     for key, value in parameters.items():
         request.parameters[key].string_param = value
-    await predictor.RepositoryModelLoad(request, timeout=60)
+    await predictor.RepositoryModelLoad(request)
 
 
 async def unload(predictor, name):
-    await predictor.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
+    await predictor.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name))
 
 
 async def index(predictor):
-    response = await predictor.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=10)
+    response = await predictor.RepositoryIndex(pb.RepositoryIndexRequest())
     return {row.name: (row.state, row.reason) for row in response.models}
 
 
@@ -109,17 +109,17 @@ async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack,
     assert (await status_of(predictor.ModelInfer(ids("llama"))))[0] is grpc.StatusCode.NOT_FOUND
     await load(predictor, "llama")
     assert (await index(predictor))["llama"] == ("READY", "")
-    answer = decode_outputs(await predictor.ModelInfer(ids("llama", max_tokens=4, ignore_eos=1), timeout=60))
+    answer = decode_outputs(await predictor.ModelInfer(ids("llama", max_tokens=4, ignore_eos=1)))
     assert answer["output_ids"].array.size == 4
-    streamed = [r async for r in predictor.ModelStreamInfer(each(ids("llama", max_tokens=4, ignore_eos=1)), timeout=60)]
+    streamed = [r async for r in predictor.ModelStreamInfer(each(ids("llama", max_tokens=4, ignore_eos=1)))]
     assert (await status_of(predictor.ModelInfer(ids("llama", max_tokens=-1))))[0] is grpc.StatusCode.INVALID_ARGUMENT
     request = pb.ModelStatisticsRequest(name="llama", version="1")
-    (model,) = (await predictor.ModelStatistics(request, timeout=10)).model_stats
+    (model,) = (await predictor.ModelStatistics(request)).model_stats
     assert (model.inference_count, model.inference_stats.success.count, model.inference_stats.fail.count) == (2, 2, 1)
     assert model.response_stats["0"].success.count == 2
     assert model.response_stats["0"].fail.count == 1
     assert sum(tally.success.count for tally in model.response_stats.values()) == 1 + len(streamed)
-    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name="llama"), timeout=10)).config
+    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name="llama"))).config
     assert config.model_transaction_policy.decoupled
     assert config.parameters["source"].string_value.endswith("/llama")
     await unload(predictor, "llama")
@@ -138,9 +138,9 @@ async def test_a_hub_model_is_fetched_at_the_start_with_only_its_safetensors_wei
 @pytest.mark.parametrize(("name", "source"), [("good/story", ""), ("tale", "good/story@main")])
 async def test_an_allowed_hub_model_is_loaded_by_its_id_or_another_name(predictor, name, source):
     await load(predictor, name, **({"source": source} if source else {}))
-    answer = decode_outputs(await predictor.ModelInfer(ids(name, max_tokens=2, ignore_eos=1), timeout=60))
+    answer = decode_outputs(await predictor.ModelInfer(ids(name, max_tokens=2, ignore_eos=1)))
     assert answer["output_ids"].array.size == 2
-    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name=name), timeout=10)).config
+    config = (await predictor.ModelConfig(pb.ModelConfigRequest(name=name))).config
     assert config.parameters["source"].string_value == (source or name)
     await unload(predictor, name)
 
@@ -203,7 +203,7 @@ async def test_overrides_and_other_repositories_are_refused(predictor):
 async def test_direct_requests_of_the_predictor_are_recorded_if_configured(stack, predictor):
     request = ids("storyteller", max_tokens=2)
     request.id = "past-the-transformer"
-    await predictor.ModelInfer(request, timeout=60)
+    await predictor.ModelInfer(request)
     (record,) = await records(stack.gateway, request_id="past-the-transformer")
     assert (record.model, record.status, record.protocol) == (
         "storyteller",
@@ -221,7 +221,7 @@ async def test_requests_that_the_transformer_records_are_recorded_once(stack, pr
     )
     later = ids("storyteller", max_tokens=1)
     later.id = "later"
-    await predictor.ModelInfer(later, timeout=60)
+    await predictor.ModelInfer(later)
     # The predictor's later record has arrived, so its earlier ones have as well.
     await records(stack.gateway, request_id="later")
     (record,) = await records(stack.gateway, request_id="through-the-transformer")

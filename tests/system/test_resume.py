@@ -200,7 +200,7 @@ async def test_answers_continue_after_any_end_of_their_predictor(slow_stack, und
         assert record.status == "OK"
         assert sum(len(chunk.token_ids) for chunk in record.chunks) == record.usage.completion_tokens == TOKENS
         assert "".join(chunk.text for chunk in record.chunks) == record.text
-    await slow_stack.wait_ready(timeout_s=120)
+    await slow_stack.wait_ready()
     assert (slow_stack.pid("predictor-0") == process) == (signum == signal.SIGSTOP)
     assert "Traceback" not in slow_stack.log("predictor-0")
 
@@ -225,4 +225,4 @@ async def test_answers_survive_a_long_absence_of_every_predictor(slow_stack, und
     assert len(comments) == len(SAMPLING) * REPEATS, "each stream of events got some"
     for record in await resumed_records(slow_stack, "away"):
         assert record.status == "OK"
-    await slow_stack.wait_ready(timeout_s=120)
+    await slow_stack.wait_ready()

@@ -22,7 +22,6 @@ async def command(*arguments):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

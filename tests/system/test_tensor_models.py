@@ -117,7 +117,7 @@ async def stream(stack, *requests):
             yield request
 
     async with inference(stack) as stub:
-        return [response async for response in stub.ModelStreamInfer(all_requests(), timeout=60)]
+        return [response async for response in stub.ModelStreamInfer(all_requests())]
 
 
 async def test_tritons_client_streams_the_chunks_of_a_model_py_one_by_one(stack, tmp_path):

@@ -23,7 +23,6 @@ PREDICT = "headrace.v1.PredictorSteps/Run"
 TOKENS, PREDICTORS = 6, 2
 PROCESSES = {"headrace-transformer": 1, "headrace-predictor": PREDICTORS, "headrace-logger": 1}
 SERVER_FAULTS = ("INTERNAL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-_RESTART_S = 60  # The longest restart of a killed predictor, on a busy machine.
 GENERATION_EVENTS = ["queued", "prefill", "first_token", "generation_end"]
 
 
@@ -99,12 +98,12 @@ class TracedStack:
             fresh = {(point.service, point.instance) for point in self.receiver.metric_points() if point.time_ns > now}
             return Counter(service for service, _ in fresh) == PROCESSES
 
-        await until(all_exported, _RESTART_S)
+        await until(all_exported)
         return self.latest()
 
     async def tree(self, trace_id, caller, least):
         """The spans of a trace by their parents, once there are `least` and no more arrive."""
-        await until(lambda: len(self._own(trace_id)) >= least, _RESTART_S)
+        await until(lambda: len(self._own(trace_id)) >= least)
         await self.measured()
         spans = self._own(trace_id)
         children = defaultdict(list)
@@ -164,7 +163,7 @@ async def run(traced, way, outcome):
         headers={"x-request-id": f"mine-{caller}", "traceparent": f"00-{trace_id}-{caller}-01"},
         on_connection=connections.append,
     )
-    await traced.stack.wait_ready(_RESTART_S)
+    await traced.stack.wait_ready()
     before, admitted = await traced.measured(), traced.admitted()
     traced.hold(OUTCOMES[outcome].held)
     try:
@@ -183,7 +182,7 @@ async def run(traced, way, outcome):
             traced.hold(False)
         [answer] = await asyncio.gather(sending, return_exceptions=OUTCOMES[outcome].leaves)
         if OUTCOMES[outcome].held:
-            await until(lambda: traced.has_left(trace_id), _RESTART_S)
+            await until(lambda: traced.has_left(trace_id))
     finally:
         traced.hold(False)
     return trace_id, caller, request, answer, before
@@ -378,4 +377,4 @@ async def test_a_resumed_stream_stays_in_its_trace(traced, way, outcome):
     assert moved(after, before, "headrace.streams", "value", headrace__outcome="completed") == 1
     assert moved(after, before, "gen_ai.client.token.usage", "value", gen_ai__token__type="output") == TOKENS
     # The next test needs the predictor that was killed.
-    await traced.stack.wait_ready(_RESTART_S)
+    await traced.stack.wait_ready()

@@ -112,11 +112,11 @@ async def test_text_is_generated_over_its_ids(triton):
 
 async def test_models_are_loaded_and_unloaded_there(triton):
     async with transformer(triton) as (stub, _):
-        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="echo"), timeout=30)
+        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="echo"))
         await until(lambda: not stub.router.is_ready("echo"))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ModelInfer(echo_request())
         assert raised.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)
-        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"), timeout=30)
+        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="echo"))
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
         assert await stub.ModelInfer(echo_request())

@@ -43,11 +43,11 @@ async def stub(stack):
 
 
 async def load(stub, name):
-    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=60)
+    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name))
 
 
 async def unload(stub, name):
-    await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name), timeout=60)
+    await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name=name))
 
 
 async def states(stub):

@@ -39,7 +39,7 @@ _MIB = 1024**2
 # Of each process: CPU seconds for one call, bytes of memory, and its nice value.
 _LIMITS = {
     BODIES: (5, 512 * _MIB, 5),
-    LARGE_BODIES: (15, 1536 * _MIB, 10),
+    LARGE_BODIES: (15, 1536 * _MIB, 5),
     TEMPLATES: (2, 512 * _MIB, 0),
     SLOW_TEMPLATES: (3, 512 * _MIB, 5),
 }

@@ -95,6 +95,7 @@ if __name__ == "__main__":
     gc.disable()  # It would scan millions of new lists repeatedly; the memory left after a request is measured instead.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
     from headrace.processes import end_with_parent
+    from headrace_transformer.processes import body_processes  # noqa: F401  # The first call waits for what starts.
 
     end_with_parent(int(sys.argv[1]))
     lower_priority(int(sys.argv[4]))
