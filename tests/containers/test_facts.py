@@ -20,9 +20,10 @@ for module in pkgutil.walk_packages(package.__path__, f"{sys.argv[1]}."):
 USES = {
     "transformer": "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('models/storyteller')",
     "predictor": (
-        "import numba, torch; from transformers import AutoModelForCausalLM;"
+        "import numba, torch, headrace_predictor.engine.cpu.compiled; from transformers import AutoModelForCausalLM;"
         "AutoModelForCausalLM.from_pretrained('models/storyteller')(torch.tensor([[1, 2]]));"
-        "assert numba.njit(parallel=True)(lambda x: x + 1)(torch.ones(3).numpy()).sum() == 6"
+        "assert numba.njit(parallel=True)(lambda x: x + 1)(torch.ones(3).numpy()).sum() == 6;"
+        "assert numba.threading_layer() == 'omp'"  # torch's own threads.
     ),
     "logger": (
         "import io, psycopg, pyarrow as pa, pyarrow.parquet as pq; from pyarrow import fs;"

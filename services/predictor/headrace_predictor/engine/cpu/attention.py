@@ -27,15 +27,13 @@ scores of positions without values, which take their share of the weights; [0] f
 Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
 
-import threading
 from typing import Any
 
-import numba
 import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.pairs import (
     PANEL_COLUMNS,
     STEP,
@@ -60,9 +58,6 @@ _TILE_ROWS = 128
 _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
 _SEGMENT = 8 * BLOCK_TOKENS  # Positions whose keys or values are paired at once: these stay in the cache.
 _SINK = 16  # Scores behind the last block, for a sink: `exponentiate` takes multiples of this.
-
-POOL = threading.Lock()
-numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
 
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
 _F = np.empty(0, np.float32)
@@ -411,7 +406,4 @@ def attend(threads: int, *arguments: Any) -> None:
     if threads == 1:
         _attend_in_turn(*arguments)
     else:
-        # Numba's thread pool serves one caller at a time.
-        with POOL:
-            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-            _attend_in_parallel(*arguments)
+        run_in_parallel(_attend_in_parallel, threads, *arguments)

@@ -1,4 +1,8 @@
-"""Numba's options and its cache of compiled kernels, both set before the first kernel is defined.
+"""Numba's options, threads and cache of compiled kernels, all set before the first kernel is defined.
+
+OpenMP's threads are those of torch: its libgomp is in the process, and the symbols of Numba's layer are bound to it. So
+they begin in 2 µs, where Numba's own threads take 100. They are in use if the system has a libgomp too, because Numba
+asks for its file.
 
 Numba's own cache of a kernel does not notice a change of the functions and numbers that it takes from elsewhere, so
 each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels, or in TMPDIR where that
@@ -7,6 +11,8 @@ compiles nothing again.
 """
 
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from os.path import expanduser
@@ -16,6 +22,7 @@ from tempfile import gettempdir
 from typing import Any
 
 import numba
+import torch
 from numba.core import config
 from numba.core.caching import UserProvidedCacheLocator
 
@@ -23,7 +30,18 @@ from headrace_predictor.engine.cpu.tiles import HAS_TILES
 
 # Without Python's checks: callers construct the shapes, so no exception can occur. Without contraction or another order
 # of sums, results are the same on every machine.
+config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+_POOL = threading.Lock()  # Numba's own threads serve one caller at a time.
 OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+
+
+def run_in_parallel(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
+    """Runs a parallel kernel with `threads` threads, which torch has set."""
+    with _POOL:
+        numba.set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
+        if torch.get_num_threads() != threads:  # The first call sets those of OpenMP to all that there are.
+            torch.set_num_threads(threads)
+        kernel(*arguments)
 
 
 def _digest() -> str:

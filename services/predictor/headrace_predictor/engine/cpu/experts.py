@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headrace_predictor.engine.cpu.packed_file import PackedFile
@@ -54,12 +53,11 @@ def _compute(
     chosen = top_k_index.flatten()
     order = chosen.argsort()
     ends = chosen.bincount(minlength=opening.count).cumsum(0).numpy()
-    inner = opening(hidden_states[order // top_k_index.shape[1]], ends)
+    inner = opening(hidden_states.index_select(0, order // top_k_index.shape[1]), ends)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = closing(inner, ends)
     if experts.has_post_expert_norm:
         outputs = experts.post_expert_norm(outputs)
-    own = torch.empty_like(outputs)
-    own[order] = outputs
-    weighted = own.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    own = outputs.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
+    weighted = own * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)

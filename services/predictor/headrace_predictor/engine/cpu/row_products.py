@@ -6,15 +6,13 @@ any threads and any processor.
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
 from headrace_predictor.engine.cpu import decode
-from headrace_predictor.engine.cpu.attention import POOL
-from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.formats import MARKERS, pack
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP
 from headrace_predictor.engine.cpu.packed_file import PackedFile
@@ -56,10 +54,8 @@ class RowProducts:
         parameters = np.zeros(decode.PRODUCT, np.int64)
         for at, tensor in memory.items():
             parameters[at] = tensor.data_ptr()
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        with POOL:
-            numba.set_num_threads(threads)
-            _compute(self._marker, rows.numpy(), self._products, ends, parameters, threads)
+        threads = torch.get_num_threads()
+        run_in_parallel(_compute, threads, self._marker, rows.numpy(), self._products, ends, parameters, threads)
         return out.to(x.dtype)
 
 
