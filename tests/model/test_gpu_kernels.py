@@ -152,7 +152,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(rows, outputs, inputs,
     assert torch.equal(kernels.linear(x[-1:], matrix)[0], together[-1])
 
 
-@pytest.mark.filterwarnings("default:invalid value")  # Of what is no number, by the interpreter.
+@pytest.mark.filterwarnings("ignore:invalid value")  # Of what is no number, by the interpreter.
 @pytest.mark.parametrize("rows", [3, 70])
 def test_an_int8_product_is_that_of_the_plain_one_bit_by_bit(rows):
     step = Step(np.random.default_rng(11), 1, 16, 16, 32, torch.float32)
