@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.errors import RequestFailedError
 from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.publisher import Publisher
@@ -208,7 +209,7 @@ async def test_int8_engines_answer_alone_as_in_a_crowd(engine_of, on_gpu, monkey
 
 
 class Scenario:
-    """Random arrivals, lengths, stops, cancels and preemptions."""
+    """Random arrivals, lengths, stops, cancels, faults and preemptions."""
 
     def __init__(self, seed):
         choice = np.random.default_rng(seed)
@@ -228,23 +229,46 @@ class Scenario:
                     int(choice.integers(1, 34)),
                     sampling,
                     int(choice.integers(1, 9)) if choice.random() < 0.2 else None,
+                    f"broken-{choice.integers(9)}-" if choice.random() < 0.1 else "",
                 )
             )
 
     async def run(self, engine):
         slots = []
-        for i, (delay_s, prompt, length, sampling, _) in enumerate(self.requests):
+        for i, (delay_s, prompt, length, sampling, _, fault) in enumerate(self.requests):
             await asyncio.sleep(delay_s)
-            slots.append(submit(engine, request(f"r{i}", prompt, length, **sampling)))
-        answers = []
-        for slot, (*_, cancelled_after) in zip(slots, self.requests, strict=True):
+            slots.append(submit(engine, request(f"{fault}r{i}", prompt, length, **sampling)))
+        return [
+            await self.answer(slot, cancelled_after)
+            for slot, (*_, cancelled_after, _) in zip(slots, self.requests, strict=True)
+        ]
+
+    async def answer(self, slot, cancelled_after):
+        try:
             if cancelled_after is None:
-                answers.append(await read_all(slot))
-            else:
-                ids = (await slot.read()).output_ids
-                slot.cancel()
-                answers.append(ids[:1])
-        return answers
+                return await read_all(slot)
+            ids = (await slot.read()).output_ids
+        except RequestFailedError as error:
+            return str(error)
+        slot.cancel()
+        return ids[:1]
+
+
+def break_steps(engine):
+    """Makes steps fail that have a row of a request `broken-n-…` with n output ids or more."""
+    runner = engine._runner
+
+    def failing(function):
+        def call(rows, *others):
+            for sequence in (row.sequence for row in rows):
+                if sequence.id.startswith("broken") and len(sequence.output_ids) >= int(sequence.id.split("-")[1]):
+                    raise ValueError("broken")
+            return function(rows, *others)
+
+        return call
+
+    runner.choose, runner.run = failing(runner.choose), failing(runner.run)
+    return engine
 
 
 async def test_overlapping_steps_have_the_tokens_of_plain_ones(engine_of, on_gpu, monkeypatch):
@@ -257,11 +281,12 @@ async def test_overlapping_steps_have_the_tokens_of_plain_ones(engine_of, on_gpu
         for scenario in scenarios:
             key = scenario.cache_tokens, scenario.max_running
             if key not in engines:
-                engines[key] = engine_of(model, cache_tokens=key[0], max_running=key[1])
+                engines[key] = break_steps(engine_of(model, cache_tokens=key[0], max_running=key[1]))
             answers.append(await scenario.run(engines[key]))
         outcomes.append(answers)
         monkeypatch.undo()
     assert outcomes[0] == outcomes[1]
+    assert any(isinstance(answer, str) for answers in outcomes[0] for answer in answers)
     assert sum(on_gpu) > len(on_gpu) / 2
 
 
@@ -269,19 +294,9 @@ async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, 
     model = random_model("llama")
     engine = engine_of(model)
     alone = [await read_all(submit(engine, request(f"a{i}", PROMPTS[i], 30, min_tokens=0))) for i in range(3)]
-    runner = engine._runner
-    choose, run, culprit = runner.choose, runner.run, "r1"
-
-    def failing(function):
-        def call(rows, *others):
-            if any(row.sequence.id == culprit and len(row.sequence.output_ids) > 5 for row in rows):
-                raise ValueError("broken")
-            return function(rows, *others)
-
-        return call
-
-    runner.choose, runner.run = failing(choose), failing(run)
-    slots = [submit(engine, request(f"r{i}", PROMPTS[i], 30, min_tokens=0)) for i in range(3)]
+    break_steps(engine)
+    names = ("r0", "broken-6-r1", "r2")
+    slots = [submit(engine, request(names[i], PROMPTS[i], 30, min_tokens=0)) for i in range(3)]
     with pytest.raises(Exception, match="the model failed on this request"):
         await read_all(slots[1])
     assert [await read_all(slots[i]) for i in (0, 2)] == [alone[0], alone[2]]
