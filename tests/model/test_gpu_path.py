@@ -255,13 +255,15 @@ class Scenario:
 
 
 def break_steps(engine):
-    """Makes steps fail that have a row of a request `broken-n-…` with n output ids or more."""
+    """Makes steps fail that have a row of a request `broken-n-…` behind n output ids or more, if the host knows them yet or
+    not."""
     runner = engine._runner
 
     def failing(function):
         def call(rows, *others):
-            for sequence in (row.sequence for row in rows):
-                if sequence.id.startswith("broken") and len(sequence.output_ids) >= int(sequence.id.split("-")[1]):
+            for row in rows:
+                name, prompt = row.sequence.id, len(row.sequence.ids) - len(row.sequence.output_ids)
+                if name.startswith("broken") and row.start + row.count - prompt >= int(name.split("-")[1]):
                     raise ValueError("broken")
             return function(rows, *others)
 
