@@ -255,8 +255,7 @@ class Scenario:
 
 
 def break_steps(engine):
-    """Makes steps fail that have a row of a request `broken-n-…` behind n output ids or more, if the host knows them yet or
-    not."""
+    """Makes steps fail that have a row of a request `broken-n-…` behind n output ids."""
     runner = engine._runner
 
     def failing(function):
