@@ -4,23 +4,13 @@ Transformers' own products read these tensors row by row, or pass through all ex
 step reads each expert that its tokens have once, and a token's numbers depend on no other token.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.row_products import RowProducts
-
-
-def experts_of(modules: Iterable[Any]) -> list[Any]:
-    """Those that follow transformers' interface for experts."""
-    return [
-        module
-        for module in modules
-        if isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "has_post_expert_norm")
-    ]
 
 
 def weights_of(experts: Any) -> dict[str, Tensor]:

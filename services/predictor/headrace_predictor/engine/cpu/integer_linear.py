@@ -12,13 +12,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.experts import experts_of, pack_experts, weights_of
+from headrace_predictor.engine.cpu.experts import pack_experts, weights_of
 from headrace_predictor.engine.cpu.formats import panel_bytes
 from headrace_predictor.engine.cpu.grouped import BLOCK, PANEL
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import (
     WeightKind,
     called_modules,
+    experts_of,
     linears_of,
     pack_routers,
     replace_layers,

@@ -194,20 +194,27 @@ def pack_linears(model: Any, only: list[Any] | None = None, but: Collection[Any]
 def pack_called(model: Any, run: Callable[[], None]) -> None:
     """Packs linear layers and experts that `run` calls, and runs it again: the weights of others may be read as they
     are."""
-    pack_linears(model, linears_of(called_modules(model, run)))
-    pack_mixtures(model, run)
+    called = called_modules(model, run)
+    pack_linears(model, linears_of(called))
+    _pack_mixtures(model, experts_of(called))
+    run()
 
 
 def pack_mixtures(model: Any, run: Callable[[], None]) -> None:
     """Packs the experts that `run` calls and what chooses them, and runs it again."""
+    has_experts = bool(experts_of(model.modules()))
+    _pack_mixtures(model, experts_of(called_modules(model, run)) if has_experts else [])
+    run()
+
+
+def _pack_mixtures(model: Any, mixtures: list[Any]) -> None:
     if packs(model.device, model.dtype):
         with suppress(ImportError):  # Numba is optional.
-            from headrace_predictor.engine.cpu.experts import experts_of, pack_experts
+            from headrace_predictor.engine.cpu.experts import pack_experts
 
-            for experts in experts_of(called_modules(model, run)):
+            for experts in mixtures:
                 pack_experts(experts, _FORMATS[model.dtype], PackedFile())
         pack_routers(routers_of(model))
-    run()
 
 
 def routers_of(model: Any) -> set[Any]:
@@ -232,6 +239,15 @@ def is_linear(module: Any) -> bool:
 
 def linears_of(modules: Iterable[Any]) -> list[Any]:
     return [module for module in modules if is_linear(module)]
+
+
+def experts_of(modules: Iterable[Any]) -> list[Any]:
+    """Those that follow transformers' interface for experts."""
+    return [
+        module
+        for module in modules
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter) and hasattr(module, "has_post_expert_norm")
+    ]
 
 
 def read_linears(model: Any, run: Callable[[], object]) -> set[Any]:
