@@ -18,7 +18,6 @@ from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.integer_linear import Quantisation
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
@@ -48,7 +47,6 @@ def runner_of(model, format_=None, operations=None):
     adapters = Adapters(model, torch.float32 if is_streamed else None)
     streamed = StreamedDecoder(model, format_, 2) if is_streamed else None
     if not format_:
-        fuse_layers(model)
         pack_linears(model)
     runner = PagedRunner(model, cache_shape(model), 64, adapters, streamed=streamed, operations=operations)
     if format_ and not is_streamed:

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.vectors import exponentiate
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, LayerShape, array_of
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, LayerShape
+from tests.support.threads import torch_threads
 
 SIZE = 16
 BLOCKS = 12
@@ -28,11 +29,10 @@ def filled_cache(heads, dtype, size=SIZE, value_size=None):
     return cache
 
 
-def attend(cache, ranges, packed, query_heads, scale, rotary=None, **scores):
+def attend(cache, ranges, packed, query_heads, scale, **scores):
     output = Buffer((len(packed), query_heads, cache.values[0].shape[-1]), packed.dtype)
     layer = kernel.Attention(query_heads, scale, **scores)
-    arrays = rotary and (array_of(rotary[0]), array_of(rotary[1]))
-    return layer(cache.arrays[0], kernel.Ranges.of(*ranges), packed, output, arrays).view(output.array.shape)
+    return layer(cache.arrays[0], kernel.Ranges.of(*ranges), packed, output).view(output.array.shape)
 
 
 def rms_norm(norm, x):
@@ -78,7 +78,6 @@ class Prompt:
     group: int
     window: int
     distances: int
-    rotates: bool
     start: int
     count: int
     value_size: int
@@ -90,21 +89,16 @@ class Prompt:
         query_heads = self.heads * self.group
         width = (query_heads + self.heads) * self.size + self.heads * self.value_size
         packed = tokens(self.count, 1, self.dtype, size=width)[first:end]
-        angles = 6 * torch.rand(self.count, self.size, generator=torch.Generator().manual_seed(1))[first:end]
         ends = torch.arange(first, end) + self.start + 1
         others = tokens(beside, 1, self.dtype, seed=6, size=width)
         other_ends = torch.arange(beside) + 20
         table = ints([*([[9 + i] * 8 for i in range(beside)]), [1, 2, 3, 4, 5, 6, 7, 8]])
         ends = torch.cat((other_ends, ends)).int()
         bias = torch.randn(query_heads, self.distances, generator=torch.Generator().manual_seed(2))
-        rotary = [
-            torch.cat((torch.zeros(beside, self.size), part)).to(self.dtype) for part in (angles.cos(), angles.sin())
-        ]
         firsts = (ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends)
         output = attend(
             *(cache, (table, ints([*range(beside), *[beside] * (end - first)]), firsts, ends)),
             *(torch.cat((others, packed)), query_heads, self.size**-0.5),
-            rotary=rotary if self.rotates else None,
             bias=bias if self.distances else None,
             cap=self.cap,
             sinks=torch.randn(query_heads, generator=torch.Generator().manual_seed(4)) if self.has_sinks else None,
@@ -120,7 +114,6 @@ PROMPTS = st.builds(
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 70]),
     window=st.sampled_from([0, 1, 31, 32, 33, 100]),
     distances=st.sampled_from([0, 0, 1, 40]),
-    rotates=st.booleans(),
     start=st.integers(0, 100),
     count=st.integers(1, 150),
     value_size=st.sampled_from([8, 16, 64]),
@@ -133,14 +126,10 @@ PROMPTS = st.builds(
 def test_a_token_gets_the_same_bits_alone_in_chunks_and_among_others(prompt, cut, beside, threads):
     caches = [filled_cache(prompt.heads, prompt.dtype, prompt.size, prompt.value_size) for _ in range(3)]
     alone = torch.cat([prompt.attend(caches[0], i, i + 1) for i in range(prompt.count)])
-    with_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         whole = prompt.attend(caches[1], 0, prompt.count, beside)
         cut = min(cut, prompt.count)
         chunks = torch.cat((prompt.attend(caches[2], 0, cut, beside), prompt.attend(caches[2], cut, prompt.count)))
-    finally:
-        torch.set_num_threads(with_threads)
     assert torch.equal(whole, alone)
     assert torch.equal(chunks, alone)
     for cache in caches[1:]:
@@ -184,22 +173,6 @@ def test_nan_after_a_token_is_not_read():
     output = attend(cache, (ints([[1]]), ints([0]), ints([0]), ints([5])), tokens(1, 2, torch.float32), 2, 0.25)
     assert output.isfinite().all()
     assert BLOCK_TOKENS > 5
-
-
-def test_queries_and_keys_are_rotated_as_transformers_rotates_them():
-    count, heads, dtype = 5, 2, torch.bfloat16
-    angles = torch.rand(1, count, SIZE // 2).repeat(1, 1, 2) * 6
-    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-    query, key, value = (tokens(count, heads, dtype, seed) for seed in (5, 6, 7))
-    turned = apply_rotary_pos_emb(query[None], key[None], *rotary, unsqueeze_dim=2)
-    ranges = ints([[1]]), ints([0] * count), ints([0] * count), ints(range(1, count + 1))
-    expected_cache, cache = filled_cache(heads, dtype), filled_cache(heads, dtype)
-    expected = attend(expected_cache, ranges, torch.cat((turned[0][0], turned[1][0], value), 1), heads, 0.25)
-    packed = torch.cat((query, key, value), 1)
-    got = attend(cache, ranges, packed, heads, 0.25, rotary=(rotary[0][0], rotary[1][0]))
-    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(cache.keys[0], expected_cache.keys[0], atol=2e-2, rtol=2e-2)
-    assert torch.equal(cache.values[0], expected_cache.values[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from tests.model.bfloat16 import needs_bfloat16_processor
+from headrace_predictor.models.weights import multiplies_bfloat16
 from tests.model.random_crowd import (
     LENGTHS,
     PROMPTS,
@@ -29,6 +29,7 @@ from tests.model.random_crowd import (
 from tests.random_models import LIMITED, PAGED, greedy, initialised_model, random_model
 from tests.support.full import FULL, usually
 from tests.support.in_process_engine import submit
+from tests.support.threads import torch_threads
 from tests.zoo import FAMILIES, VOCABULARY
 
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
@@ -50,7 +51,7 @@ async def test_the_portable_attention_gives_the_same(architecture, engine_of, mo
     assert await crowd(engine_of(model, cache_tokens=400)) == expected
 
 
-@needs_bfloat16_processor
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="torch's attention adds up in another order here")
 async def test_answers_of_batched_attention_in_bfloat16_are_those_alone(engine_of):
     family = next(family for family in FAMILIES if family.name == "Falcon RW")
     engine = engine_of(family.model().to(torch.bfloat16), dtype="bf16")
@@ -61,13 +62,9 @@ async def test_answers_of_batched_attention_in_bfloat16_are_those_alone(engine_o
 
 
 async def test_several_threads_give_the_same(engine_of):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with torch_threads(2):
         model, expected = model_and_crowd("qwen3")
         assert await crowd(engine_of(model)) == expected
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ async def test_several_threads_give_the_same(engine_of):
         ("llama", torch.float32, 70),
         pytest.param("gpt2", torch.float32, 16, marks=pytest.mark.full),
         ("t5", torch.float32, 16),
-        pytest.param("llama", torch.bfloat16, 16, marks=needs_bfloat16_processor),
+        ("llama", torch.bfloat16, 16),
     ],
 )
 async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architecture, dtype, count, engine_of):

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.integer_linear import IntegerLinear, Quantisation
+from headrace_predictor.engine.cpu.integer_linear import Quantisation
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
-from headrace_predictor.engine.cpu.packed_linear import pack_mixtures
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear, pack_mixtures
 from headrace_predictor.engine.gpu.operations import Matrix
 from headrace_predictor.engine.runners.gpu_decoder import quantise
 from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
@@ -23,6 +23,7 @@ from tests.support import plain_kernels
 from tests.support.full import usually
 from tests.support.in_process_engine import submit
 from tests.support.integer_reference import Linear
+from tests.support.threads import torch_threads
 from tests.waiting import until
 from tests.zoo import FAMILIES
 
@@ -38,7 +39,7 @@ def numbers(*shape):
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_product_is_that_of_the_reference(format_, dtype):
     weight, bias, x = numbers(OUTPUTS, INPUTS).to(dtype), numbers(OUTPUTS).to(dtype), numbers(ROWS, INPUTS).to(dtype)
-    layer = IntegerLinear(weight, bias, format_, False, PackedFile())
+    layer = PackedLinear(weight, bias, format_)
     expected = Linear(weight.float().numpy(), bias.float().numpy(), format_ == "int4")(x.float().numpy())
     assert torch.equal(layer(x), torch.from_numpy(expected).to(dtype))
     assert torch.equal(layer(x[None, :3]), layer(x)[None, :3])
@@ -49,7 +50,7 @@ def test_a_product_is_that_of_the_reference(format_, dtype):
 def test_a_product_of_a_gpu_is_the_same(dtype):
     weight, bias, x = numbers(OUTPUTS, INPUTS).to(dtype), numbers(OUTPUTS).to(dtype), numbers(ROWS, INPUTS).to(dtype)
     x[1] *= 1e-37
-    expected = IntegerLinear(weight, bias, "int8", False, PackedFile())(x)
+    expected = PackedLinear(weight, bias, "int8")(x)
     layer = nn.Linear(1, 1)
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
     quantise(nn.Sequential(layer))
@@ -58,20 +59,17 @@ def test_a_product_of_a_gpu_is_the_same(dtype):
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_row_depends_neither_on_threads_nor_on_those_beside_it(format_):
-    layer, x = IntegerLinear(numbers(OUTPUTS, INPUTS), None, format_, False, PackedFile()), numbers(ROWS, INPUTS)
-    whole, threads = layer(x), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    layer, x = PackedLinear(numbers(OUTPUTS, INPUTS), None, format_), numbers(ROWS, INPUTS)
+    whole = layer(x)
+    with torch_threads(1):
         assert torch.equal(layer(x), whole)
-    finally:
-        torch.set_num_threads(threads)
     for row in (0, 64, ROWS - 1):
         assert torch.equal(layer(x[row : row + 1])[0], whole[row])
 
 
 def test_a_head_of_a_4_bit_model_has_8():
     weight, x = numbers(OUTPUTS, INPUTS), numbers(3, INPUTS)
-    wide = IntegerLinear(weight, None, "int4", True, PackedFile())
+    wide = PackedLinear(weight, None, "int4", True)
     assert torch.equal(wide(x), torch.from_numpy(Linear(weight.numpy(), None, False)(x.numpy())))
 
 
@@ -120,7 +118,7 @@ def test_what_a_pass_does_not_call_and_what_chooses_experts_stay():
     quantised = Quantisation("int4", lambda size: PackedFile())
     quantised(model, lambda: model(x))
     assert [type(layer) for layer in (model.read, model.called, model.gate, model.head)] == [
-        *(nn.Linear, IntegerLinear, nn.Linear, IntegerLinear)
+        *(nn.Linear, PackedLinear, nn.Linear, PackedLinear)
     ]
     assert model.again is model.called
     assert (model(x) - expected).norm() < 0.2 * expected.norm()
@@ -140,7 +138,7 @@ def test_what_chooses_experts_gives_a_row_the_same_numbers_beside_any_others(dty
     choosing = (model.gate, model.router)
     expected = [layer(x) for layer in choosing]
     Quantisation("int8", lambda size: PackedFile())(model, lambda: [layer(x) for layer in layers.values()])
-    assert type(model.called) is IntegerLinear
+    assert type(model.called) is PackedLinear
     for layer, exact in zip(choosing, expected, strict=True):
         together = layer(x)
         torch.testing.assert_close(together, exact)

@@ -8,7 +8,6 @@ import torch
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine import lookup
 from headrace_predictor.engine.lookup import PromptLookup, Proposals
-from tests.model.bfloat16 import needs_bfloat16_processor
 from tests.model.random_crowd import PROMPTS, random_engines
 from tests.random_models import random_model
 from tests.support.in_process_engine import submit
@@ -86,7 +85,7 @@ def oracle(monkeypatch):
         ),
         ("gemma3", torch.float32, "greedy"),
         pytest.param("opt", torch.float32, "penalties", marks=pytest.mark.full),
-        pytest.param("llama", torch.bfloat16, "logprobs", marks=needs_bfloat16_processor),
+        ("llama", torch.bfloat16, "logprobs"),
     ],
 )
 async def test_answers_are_the_same_with_proposals(architecture, dtype, kind, engine_of, oracle):

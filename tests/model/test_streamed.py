@@ -1,4 +1,4 @@
-"""Streamed weights: bfloat16, int8 and int4, bit for bit the same in any batch, and of integers on any machine."""
+"""Streamed weights: bit for bit the same in any batch, and of integers on any machine."""
 
 import copy
 import os
@@ -17,7 +17,6 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.angles import inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.formats import pack
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.pairs import HAS_BF16
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
@@ -31,10 +30,10 @@ from tests.support.integer_reference import IntegerModel, hash_of_tokens
 ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * i * i + 3 * i) % 200 + 4 for i in range(60)]
 # The relative error of the last logits of a random model, whose weights are as hard to round as any.
-ERRORS = {"bf16": 0.03, "int8": 0.08, "int4": 0.8}
-CACHES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "int4": torch.float32}
+ERRORS = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.08, "int4": 0.8}
+CACHES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16, "int4": torch.float32}
 # A window, biases, norms of heads.
-USUAL = {("mistral", "bf16"), ("qwen2", "int8"), ("qwen3", "int4")}
+USUAL = {("qwen3", "fp32"), ("mistral", "bf16"), ("qwen2", "int8"), ("qwen3", "int4")}
 ANSWERS, TOKENS = 20, 500
 _PORTABLE = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2"}
 
@@ -180,7 +179,7 @@ def test_packed_rows_are_those_of_the_matrix(format_, interleave):
         places = torch.cat([torch.arange(64), torch.arange(128, 134), torch.arange(64, 128), torch.arange(192, 256)])
         matrices[1] = matrices[1][:128]
     error = (packed.rows(places) - torch.cat(matrices)).norm() / torch.cat(matrices).norm()
-    assert error < {"bf16": 0.003, "int8": 0.01, "int4": 0.1}[format_]
+    assert error <= {"fp32": 0.0, "bf16": 0.003, "int8": 0.01, "int4": 0.1}[format_]
 
 
 @pytest.mark.parametrize(("architecture", "reason"), [("gemma3", "none of LlamaForCausalLM"), ("gpt2", "none of")])
@@ -190,10 +189,25 @@ def test_what_cannot_be_computed_is_refused_by_name(architecture, reason):
     assert weight_format("chat", random_model(architecture), "int8") is None  # See test_integer_linear.py.
 
 
-def test_bfloat16_is_streamed_where_the_processor_multiplies_it():
-    model = random_model("llama").to(torch.bfloat16)
-    assert weight_format("chat", model, "auto") == ("bf16" if HAS_BF16 else None)
-    assert weight_format("chat", model.float(), "auto") is None
+def test_float_weights_are_streamed_as_they_are():
+    model = random_model("llama")
+    assert weight_format("chat", model, "auto") == "fp32"
+    assert weight_format("chat", copy.deepcopy(model).to(torch.bfloat16), "auto") == "bf16"
+    assert weight_format("chat", copy.deepcopy(model).double(), "auto") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.GELU()),
+        lambda model: setattr(model, "__class__", type("Llama", (type(model),), {})),
+    ],
+    ids=["another activation", "a subclass"],
+)
+def test_a_model_that_may_compute_something_else_keeps_its_own_forward_pass(change):
+    model = copy.deepcopy(random_model("llama"))
+    change(model)
+    assert weight_format("chat", model, "auto") is None
 
 
 def test_numbers_that_are_none_are_not_hidden():

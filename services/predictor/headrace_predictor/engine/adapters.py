@@ -5,8 +5,8 @@ of B. Where a model's weights are packed, so are these, because the sums of a pa
 rows: see packed_linear.py. Only low-rank products of linear layers are supported; whatever else would change an answer
 raises ValueError with its name.
 
-Fused layers get an adapter's products with the step's plan. In any other model a hook of each adapted module adds them
-to its output; the first step with an adapter sets the hooks.
+Streamed layers get an adapter's products with the step's plan. In any other model a hook of each adapted module adds
+them to its output; the first step with an adapter sets the hooks.
 """
 
 import math
@@ -62,48 +62,15 @@ class LowRank:
     def __call__(self, x: Tensor) -> Tensor:
         return self._up(self._down(x))
 
-    @classmethod
-    def joined(cls, parts: Sequence[LowRankWeights | None], sizes: Sequence[int], packed: bool) -> "LowRank | None":
-        """One product for layers with the same input, whose outputs of `sizes` are concatenated; None if all are None.
-
-        The output of a part that is None is zero.
-        """
-        present = [part for part in parts if part is not None]
-        if not present:
-            return None
-        down = torch.cat([part.down for part in present])
-        up = down.new_zeros(sum(sizes), len(down))
-        row = column = 0
-        for part, size in zip(parts, sizes, strict=True):
-            if part is not None:
-                rank = len(part.down)
-                up[row : row + size, column : column + rank] = part.up
-                column += rank
-            row += size
-        return cls(LowRankWeights(down, up), packed)
-
-
-Products = Mapping[str, LowRank | None]  # Of a fused layer, by names of its own.
-
-
-class FusedLayer(nn.Module):
-    """A layer that adds adapters' products by itself."""
-
-    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
-        """An adapter's products, from its weights by path in the layer."""
-        raise NotImplementedError
-
 
 @dataclass(eq=False)
 class Adapter:
-    """The products of a loaded adapter: those of fused layers by layer, others by module path; its end tokens beside
-    the base's, and the rules of its answers.
+    """The products of a loaded adapter by module path; its end tokens beside the base's, and the rules of its answers.
 
     `number` is unique in its engine, also after the adapter has been unloaded.
     """
 
     number: int
-    layers: dict[nn.Module, Products]
     modules: dict[str, LowRank]
     end_ids: frozenset[int] = frozenset()
     rules: GenerationRules | None = None
@@ -115,18 +82,6 @@ class AdaptedTokens(NamedTuple):
     adapter: Adapter
     begin: int
     end: int
-
-
-class Part(NamedTuple):
-    """The tokens `begin` to `end` of a step, and what a layer adds for them."""
-
-    begin: int
-    end: int
-    product: LowRank
-
-    def add(self, x: Tensor, output: Tensor) -> None:
-        """Adds the product of inputs [T, in] to outputs [T, out], in place."""
-        output[self.begin : self.end].add_(self.product(x[self.begin : self.end]))
 
 
 def _product(weight: Tensor, packed: bool) -> Callable[[Tensor], Tensor]:
@@ -254,18 +209,13 @@ class Adapters:
         with torch.inference_mode():
             weights = read_adapter(folder, self._shapes, self._dtype, self._model.device)
             packed = packs(self._model.device, self._dtype)
-            layers: dict[nn.Module, Products] = {}
-            for path, layer in self._model.named_modules():
-                if isinstance(layer, FusedLayer) and (own := [name for name in weights if name.startswith(f"{path}.")]):
-                    named = {name.removeprefix(f"{path}."): weights.pop(name) for name in own}
-                    layers[layer] = layer.products(named, packed)
             modules = {path: LowRank(pair, packed) for path, pair in weights.items()}
         ends = eos_ids_of(read_generation(folder), folder, own_end_ids(folder))
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if stated := read_config(folder, GENERATION_FILE):
             rules = rules_of(stated, is_encoder_decoder=False, vocabulary=vocabulary)
         known = frozenset(token_id for token_id in ends if token_id < vocabulary)
-        self._loaded[number] = Adapter(number, layers, modules, known, rules)
+        self._loaded[number] = Adapter(number, modules, known, rules)
         self.is_used = True
 
     def unload(self, number: int) -> None:

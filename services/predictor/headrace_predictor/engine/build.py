@@ -29,7 +29,6 @@ from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.overlap import Overlap
 from headrace_predictor.engine.runners.decode_graphs import CudaRecorder
-from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder, quantise
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -174,7 +173,6 @@ def _choose_runner(
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
         elif operations is None and proof.quantise is None:
-            fuse_layers(model)
             pack_linears(model, but=proof.read_linears)
         runner = PagedRunner(
             model,

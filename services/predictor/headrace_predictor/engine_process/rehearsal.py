@@ -13,11 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_format
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def _run_tiny_model() -> None:
         proof = Proof(model, shape, _VOCABULARY, _BLOCKS * BLOCK_TOKENS)
         proof.check_generate("rehearsed")
         proof.of_paged()
-        fuse_layers(model)
-        pack_linears(model)
-        PagedRunner(model, shape, _BLOCKS).probe()
+        format_ = weight_format("rehearsed", model, "auto")
+        streamed = StreamedDecoder(model, format_, 1) if format_ else None
+        PagedRunner(model, shape, _BLOCKS, streamed=streamed).probe()
     torch.set_num_threads(threads)

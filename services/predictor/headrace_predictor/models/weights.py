@@ -18,7 +18,7 @@ from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.weight_headers import weight_bytes
 from headrace_predictor.engine.cpu.grouped import padded_bytes
-from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
+from headrace_predictor.engine.cpu.packed_linear import packs
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.unread import StoredMatrix, leave_unread, read_weights
 from headrace_predictor.models import gguf_weights, quantised_checkpoints
@@ -35,7 +35,6 @@ _SCALE = re.compile(r"SCB|scales|scale_weight|(weight|gate_up_proj|down_proj)_sc
 # Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
-_WIDTH, _FEW, _MANY = 512, 4, 64  # Inputs, outputs and rows of a product that is tried.
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -65,20 +64,14 @@ def choose_device(setting: str) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and available else "cpu")
 
 
-@cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers, and a row's product is the same among few and among many.
+    """Whether the processor multiplies bfloat16 numbers.
 
     It is asked and not timed: each predictor of a machine must find the same, however busy the machine is, because
     predictors with unlike numbers cannot continue each other's answers.
     """
     has = torch.cpu.get_capabilities()
-    if not packs(torch.device("cpu"), torch.bfloat16) or not (has.get("avx512_bf16") or has.get("bf16")):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    weight, rows = (torch.randn(count, _WIDTH, generator=generator).bfloat16() for count in (_WIDTH, _MANY))
-    layer = PackedLinear(weight, None)
-    return torch.equal(layer.forward(rows[:_FEW]), layer.forward(rows)[:_FEW])
+    return packs(torch.device("cpu"), torch.bfloat16) and bool(has.get("avx512_bf16") or has.get("bf16"))
 
 
 def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device, optional: str = "-") -> Any:

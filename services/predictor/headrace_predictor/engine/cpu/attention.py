@@ -365,8 +365,6 @@ def _attending(loop: Any) -> Any:
     def attend(
         address: Any,
         width: Any,
-        cosines: Any,
-        sines: Any,
         keys: Any,
         values: Any,
         key_slot: Any,
@@ -382,13 +380,13 @@ def _attending(loop: Any) -> Any:
         out: Any,
     ) -> None:
         packed = array_at(address, (len(out), width), out)
-        write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
+        unturned = packed[:0, :0]
+        write_tokens(packed, unturned, unturned, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
         work = parts(owners, out.shape[1], keys.shape[2])
         for n in loop(len(work)):
             i, j = work[n, 0], work[n, 1]
-            turning = slice(i, j) if len(cosines) else slice(0, 1)
             attend_tile(
-                *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
+                *(packed[i:j], unturned, unturned, keys, values, key_slot, value_slot, table[owners[i]]),
                 *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:], product_type(packed, keys)),
             )
 

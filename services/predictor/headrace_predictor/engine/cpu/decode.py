@@ -253,12 +253,12 @@ def convert_inputs(token: Any, row: Any, product: Any, parameters: Any, marker: 
 def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
     has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
-    inputs = product[BLOCKS] * _block_bytes(marker) + ROW_GAP
+    inputs = product[BLOCKS] * block_bytes(marker) + ROW_GAP
     return inputs, product[BLOCKS] * 4 * (BLOCK // HALF if is_grouped(marker) else BLOCK // GROUP if has_groups else 1)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _block_bytes(marker: Any) -> Any:
+def block_bytes(marker: Any) -> Any:
     """The bytes of a row's inputs in a block."""
     return BLOCK * (4 if is_fp32(marker) else 2 if is_bf16(marker) else 1)
 
@@ -296,20 +296,20 @@ def multiply_panels(
     results = np.zeros((panels - panel, end - first, PANEL), np.float32)
     # Nothing interrupts the reading of the weights.
     for p in range(panel, panels):
-        kind, block_bytes = np.int64(product[CHANNEL_SCALES] != 0), product[PANEL_BYTES] // blocks
+        kind, weight_bytes = np.int64(product[CHANNEL_SCALES] != 0), product[PANEL_BYTES] // blocks
         at = product[WEIGHTS] + p * product[PANEL_BYTES]
         if is_grouped(marker):
             entry = array_at(product[WEIGHTS] + p * 3 * 8, (3,), _L)
-            at, kind, block_bytes = entry[0], entry[1], entry[2]
-        at_once = max(1, _BYTES_AT_ONCE // block_bytes) if end - first > TILES_ROWS else _BLOCKS_AT_ONCE
+            at, kind, weight_bytes = entry[0], entry[1], entry[2]
+        at_once = max(1, _BYTES_AT_ONCE // weight_bytes) if end - first > TILES_ROWS else _BLOCKS_AT_ONCE
         for block in range(0, blocks, at_once):
             for token in range(first, end, rows):
                 multiply(
                     marker,
                     kind,
                     min(rows, end - token),
-                    at + block * block_bytes,
-                    parameters[INPUTS] + token * inputs + block * _block_bytes(marker),
+                    at + block * weight_bytes,
+                    parameters[INPUTS] + token * inputs + block * block_bytes(marker),
                     inputs,
                     parameters[SCALES] + (token * blocks + block) * 4,
                     parameters[SUMS] + token * sums + block * (sums // blocks),

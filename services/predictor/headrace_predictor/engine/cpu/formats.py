@@ -221,7 +221,9 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
     for i in range(len(ids)):
         panel, n = weights[ids[i] // PANEL], ids[i] % PANEL
         for k in range(out.shape[1]):
-            if is_bf16(marker):
+            if is_fp32(marker):
+                out[i, k] = panel.view(np.float32)[k * PANEL + n]
+            elif is_bf16(marker):
                 out[i, k] = widen(panel.view(np.uint16)[(k // 2 * PANEL + n) * 2 + k % 2])
             elif len(scales):
                 whole = np.float32(np.int32(panel[(k // 4 * PANEL + n) * 4 + k % 4]) - 128)

@@ -1,15 +1,13 @@
 """Linear layers of 8 and 4 bits, for models whose forward pass is transformers' own.
 
-Inputs and weights are those of formats.py, and a row's product is the same for any rows beside it, any threads and any
-processor. What is between the products stays the model's.
+What is between the products stays the model's.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.experts import pack_experts, weights_of
@@ -17,7 +15,7 @@ from headrace_predictor.engine.cpu.formats import panel_bytes
 from headrace_predictor.engine.cpu.grouped import BLOCK, PANEL
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import (
-    WeightKind,
+    PackedLinear,
     called_modules,
     experts_of,
     linears_of,
@@ -26,23 +24,6 @@ from headrace_predictor.engine.cpu.packed_linear import (
     routers_of,
     weight_of,
 )
-from headrace_predictor.engine.cpu.row_products import RowProducts
-
-
-class IntegerLinear(nn.Module):
-    """x [..., in] to x·weightᵀ + bias [..., out], in the dtype of x.
-
-    `weight` is [out, in]. `format_` is the model's; with `is_wide` this layer has 8 bits in any case.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, format_: str, is_wide: bool, file: PackedFile) -> None:
-        super().__init__()
-        self.weight = WeightKind(weight.dtype, weight.device)
-        self.products = RowProducts(weight.detach()[None], None if bias is None else bias[None], format_, file, is_wide)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.products(rows, np.array([len(rows)])).view(*x.shape[:-1], self.products.outputs)
 
 
 class Quantisation:
@@ -70,8 +51,8 @@ class Quantisation:
         sizes += [self._most_bytes(weight, False) for experts in mixtures for weight in weights_of(experts).values()]
         file = self._open_file(sum(sizes))
 
-        def quantised(linear: Any) -> IntegerLinear:
-            layer = IntegerLinear(weight_of(linear), linear.bias, self._format, linear is head, file)
+        def quantised(linear: Any) -> PackedLinear:
+            layer = PackedLinear(weight_of(linear), linear.bias, self._format, linear is head, file)
             self.weights_bytes += layer.products.nbytes
             return layer
 

@@ -69,23 +69,14 @@ class Attention:
         self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
         self._sinks = np.empty(0, dtype=np.float32) if sinks is None else sinks.detach().float().numpy()
 
-    def __call__(
-        self,
-        cache: LayerArrays,
-        ranges: Ranges,
-        packed: Tensor,
-        output: Buffer,
-        rotary: tuple[Array, Array] | None = None,
-    ) -> Tensor:
+    def __call__(self, cache: LayerArrays, ranges: Ranges, packed: Tensor, output: Buffer) -> Tensor:
         """Writes the output [T, query heads, value size] for packed queries, keys and values: see attention.py.
 
-        `packed` is [T, ...]. The cache and `rotary`, cosines and sines [T, head size], have its dtype.
+        `packed` is [T, ...]. The cache has its dtype.
         """
         packed = packed.contiguous()
-        nothing = cache.keys[0, 0, 0, :0, :0]
-        cosines, sines = rotary or (nothing, nothing)
         cpu_attention.attend(
-            *(torch.get_num_threads(), packed.data_ptr(), packed.stride(0), cosines, sines),
+            *(torch.get_num_threads(), packed.data_ptr(), packed.stride(0)),
             *(*cache, *ranges, self._scale, self._cap, self._bias, self._sinks, output.array),
         )
         return output.tensor
@@ -104,9 +95,3 @@ class RmsNorm:
         x = x.contiguous()
         cpu_norm.rms_norm(x.data_ptr(), self._weight, self._epsilon, output.array)
         return output.tensor
-
-    def normalise_heads(self, packed: Tensor, first: int, end: int) -> None:
-        """Norms the heads `first` to `end` of contiguous packed [T, all heads x n] in place."""
-        tokens, width = packed.shape
-        heads = width // len(self._weight)
-        cpu_norm.rms_norm_heads(packed.data_ptr(), tokens, heads, first, end, self._weight, self._epsilon)

@@ -34,12 +34,3 @@ def rms_norm(address: Any, weight: Any, epsilon: Any, out: Any) -> None:
     x = array_at(address, out.shape, out)
     for i in range(len(x)):
         _norm_row(x[i], weight, epsilon, out[i])
-
-
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def rms_norm_heads(address: Any, rows: Any, heads: Any, first: Any, end: Any, weight: Any, epsilon: Any) -> None:
-    """Norms heads `first` to `end` of x [rows, heads, n] at `address`, with weight [n], in place."""
-    x = array_at(address, (rows, heads, len(weight)), weight)
-    for i in range(rows):
-        for h in range(first, end):
-            _norm_row(x[i, h], weight, epsilon, x[i, h])

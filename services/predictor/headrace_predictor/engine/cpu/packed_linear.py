@@ -1,19 +1,12 @@
-"""Linear layers whose weights are packed once, at load, for oneDNN's kernels. CPU, float32 and bfloat16.
+"""Linear layers whose weights are packed once, at load, in a format of formats.py. CPU, float32 and bfloat16.
 
-torch's own `F.linear` packs bfloat16 weights at every call, and the order of its float32 sums depends on the number of
-rows. oneDNN's packed product is faster for a few rows, and the order of a row's sum does not depend on the batch: in
-float32, and in bfloat16 on processors that multiply it in hardware (AVX512_BF16, AMX). There are two exceptions. A
-single row with wide inputs: if a test at load finds it, a second row is added to such a product. In bfloat16 with AMX
-more than 32 rows of 512 inputs or more (seen with oneDNN of torch 2.13): they are computed in slices, which takes about
-twice as long for 256 rows.
-
-On one thread a few rows of float32 have a product of ours, in less time, where it has the same bits (panels.py).
+In torch's own products the order of a row's sums depends on the number of rows. In these a row's product is the same
+for any rows beside it and any threads; those of integers and of float32 on any processor.
 
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +15,16 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.tiles import HAS_TILES
 
-_ROWS = 32  # The packing is optimised for this number of rows, the size of a slice; others work as well.
-_SLICED_INPUTS = 512
-_TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
-_TRIAL_OUTPUTS = 256  # So that sums in another order differ.
-_SECTIONS = (512, 1024)  # Inputs whose products oneDNN adds before it adds the sum to others.
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # By dtype, see formats.py.
+try:
+    from headrace_predictor.engine.cpu.experts import pack_experts
+    from headrace_predictor.engine.cpu.row_products import RowProducts
+
+    _IS_COMPILED = True
+except ImportError:  # Numba is optional.
+    _IS_COMPILED = False
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # By dtype, see formats.py.
 # With fewer bits they would choose other experts, or other keys.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "indexer"})
 _LINEAR = (nn.Linear, Conv1D)
@@ -43,85 +38,28 @@ class WeightKind(NamedTuple):
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] to x·weightᵀ + bias [..., out]; `weight` is [out, in].
+    """x [..., in] to x·weightᵀ + bias [..., out], in the dtype of x; `weight` is [out, in].
 
-    An operation that follows the product can be fused with it, before rounding: an activation, or a sum or product with
-    another tensor [..., out].
+    `format_` is the model's, by default that of the weight's dtype; with `is_wide` this layer has 8 bits in any case.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        format_: str | None = None,
+        is_wide: bool = False,
+        file: PackedFile | None = None,
+    ) -> None:
         super().__init__()
         self.weight = WeightKind(weight.dtype, weight.device)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
-        self._bias = None if bias is None else bias.detach()
-        self._few_rows: Callable[[Tensor], Tensor] | None = None
-        self._few_numbers = 0  # The numbers in so many rows, at most.
-        is_half = weight.dtype == torch.bfloat16
-        self._is_sliced = is_half and HAS_TILES and weight.shape[1] >= _SLICED_INPUTS
-        rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if is_half else 2
-        trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        self._needs_two_rows = any(
-            not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.tensor_split(rows // 2)
-        )
-        if weight.dtype == torch.float32 and torch.get_num_threads() == 1:
-            self._find_few_rows(weight.shape)
+        self.has_bias = bias is not None
+        biases = None if bias is None else bias[None]
+        format_ = format_ or FORMATS[weight.dtype]
+        self.products = RowProducts(weight.detach()[None], biases, format_, file or PackedFile(), is_wide)
 
-    @classmethod
-    def of(cls, *linears: nn.Linear) -> "PackedLinear":
-        """One layer for several with the same input; their outputs are concatenated."""
-        biases = [linear.bias for linear in linears]
-        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        return cls(torch.cat([linear.weight.detach() for linear in linears]), bias)
-
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        """`activation`: "none", or "relu", or "swish"."""
-        if self._few_rows and x.numel() <= self._few_numbers and activation == "none" and x.dtype == torch.float32:
-            return self._few_rows(x)
-        if self._is_lone_row(x):
-            return self._product(_twice(x), activation)[..., :1, :]
-        return self._product(x, activation)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The output plus `other` [..., out]."""
-        return self._combined(x, other, "add")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """The output times `other` [..., out]."""
-        return self._combined(x, other, "mul")
-
-    def _find_few_rows(self, shape: torch.Size) -> None:
-        """Sets a product of a few rows that takes less time, if one has the bits of oneDNN's."""
-        try:
-            from headrace_predictor.engine.cpu.panels import MOST_ROWS, PanelProduct
-        except ImportError:  # Numba is optional.
-            return
-        address, size = torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
-        rows = MOST_ROWS + min(_TRIAL_OUTPUTS // shape[0], _TRIAL_ROWS)
-        trial = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(0))
-        expected = self._product(trial)
-        for section in _SECTIONS:
-            with suppress(ValueError):
-                product = PanelProduct(shape, address, size, self._bias, section)
-                if torch.equal(torch.cat([product(some) for some in torch.split(trial, MOST_ROWS)]), expected):
-                    self._few_rows, self._few_numbers = product, MOST_ROWS * shape[1]
-                    return
-
-    def _is_lone_row(self, x: Tensor) -> bool:
-        return self._needs_two_rows and x.numel() == x.shape[-1]
-
-    def _combined(self, x: Tensor, other: Tensor, how: str) -> Tensor:
-        combine = torch.ops.mkldnn._linear_pointwise.binary
-        if self._is_lone_row(x):
-            return combine(_twice(x), _twice(other), self._packed, self._bias, how)[..., :1, :]  # type: ignore[no-any-return]
-        if self._is_sliced and _rows_of(x) > _ROWS:
-            return _in_slices(lambda x, other: combine(x, other, self._packed, self._bias, how), x, other)
-        return combine(x, other, self._packed, self._bias, how)  # type: ignore[no-any-return]
-
-    def _product(self, x: Tensor, activation: str = "none") -> Tensor:
-        compute = torch.ops.mkldnn._linear_pointwise.default
-        if self._is_sliced and _rows_of(x) > _ROWS:
-            return _in_slices(lambda x: compute(x, self._packed, self._bias, activation, [], ""), x)
-        return compute(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.products(x)
 
 
 class PackedWeight(Tensor):
@@ -152,33 +90,15 @@ class PackedWeight(Tensor):
         if function is functional.linear and hasattr(args[1], "products"):
             rows, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
             product = weight.products.get(rows.dtype)
-            if product is not None and (bias is None) == (product._bias is None):
+            if product is not None and (bias is not None) == product.has_bias:
                 return product(rows)
             return functional.linear(rows, weight.plain.to(rows.dtype), bias)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _rows_of(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
-def _in_slices(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The results for slices of nearly equal numbers of rows, so that none has a single row."""
-    rows = _rows_of(inputs[0])
-    parts = zip(*(x.reshape(rows, x.shape[-1]).tensor_split(-(-rows // _ROWS)) for x in inputs), strict=True)
-    return torch.cat([compute(*part) for part in parts]).reshape(*inputs[0].shape[:-1], -1)
-
-
-def _twice(x: Tensor) -> Tensor:
-    return x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
-
-
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed products for a device and dtype."""
-    if device.type != "cpu" or dtype not in _FORMATS or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    # oneDNN's bfloat16 kernels need vectors of 512 bits.
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether products of a device and dtype can be packed."""
+    return _IS_COMPILED and device.type == "cpu" and dtype in FORMATS
 
 
 def pack_linears(model: Any, only: list[Any] | None = None, but: Collection[Any] = ()) -> None:
@@ -209,11 +129,8 @@ def pack_mixtures(model: Any, run: Callable[[], None]) -> None:
 
 def _pack_mixtures(model: Any, mixtures: list[Any]) -> None:
     if packs(model.device, model.dtype):
-        with suppress(ImportError):  # Numba is optional.
-            from headrace_predictor.engine.cpu.experts import pack_experts
-
-            for experts in mixtures:
-                pack_experts(experts, _FORMATS[model.dtype], PackedFile())
+        for experts in mixtures:
+            pack_experts(experts, FORMATS[model.dtype], PackedFile())
         pack_routers(routers_of(model))
 
 

@@ -139,7 +139,7 @@ def _floats(builder: Any, panel: Any, rows: list[emit.Row], block: Any) -> None:
         weights = emit.behind(builder, panel, group, 4 * GROUP * PANEL)
         own = [emit.behind(builder, row.inputs, group, 4 * GROUP) for row in rows]
         for k in range(GROUP):
-            vectors = [emit.load(builder, weights, LINE * (VECTORS * k + v), FLOATS, LINE) for v in range(VECTORS)]
+            vectors = [builder.bitcast(vector, FLOATS) for vector in emit.read_panel(builder, weights, k)]
             for row, inputs in zip(rows, own, strict=True):
                 number = emit.broadcast(builder, inputs, 4 * k, FLOAT)
                 for vector, total in zip(vectors, row.totals, strict=True):

@@ -16,7 +16,11 @@ from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.formats import MARKERS, pack
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP
 from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 from headrace_predictor.engine.state.cache import Array
+
+_F = np.empty(0, np.float32)
+_NUMBERS = {torch.float32: _F, torch.bfloat16: np.empty(0, np.uint16)}
 
 
 class RowProducts:
@@ -36,46 +40,70 @@ class RowProducts:
         numbers = [one.numbers(bias) for one, bias in zip(self._packed, biases_of, strict=True)]
         self._products = np.array(numbers, np.int64)
         self.count, self.outputs, self.inputs = weights.shape
+        blocks = self._packed[0].blocks
+        # Of results, inputs, scales and sums.
+        self._row_bytes = (
+            4 * self.outputs + blocks * (BLOCK * self._marker.itemsize + 4 + BLOCK // GROUP * 4) + decode.ROW_GAP
+        )
         self.nbytes = sum(one.nbytes for one in self._packed)
 
-    def __call__(self, x: Tensor, ends: Array) -> Tensor:
-        """Rows [n, in], of which each weight in turn has those up to its end, int64 [count], to [n, out]."""
-        rows = x.float().contiguous()
-        tokens, blocks = len(rows), self._packed[0].blocks
-        out = torch.empty(tokens, self.outputs)
-        memory = {
-            decode.PACKED: out,
-            decode.INPUTS: torch.empty(
-                tokens, blocks * BLOCK * self._marker.itemsize + decode.ROW_GAP, dtype=torch.uint8
-            ),
-            decode.SCALES: torch.empty(tokens, blocks),
-            decode.SUMS: torch.empty(tokens, blocks * BLOCK // GROUP, dtype=torch.int32),
-        }
-        parameters = np.zeros(decode.PRODUCT, np.int64)
-        for at, tensor in memory.items():
-            parameters[at] = tensor.data_ptr()
-        threads = torch.get_num_threads()
-        run_in_parallel(_compute, threads, self._marker, rows.numpy(), self._products, ends, parameters, threads)
+    def __call__(self, x: Tensor, ends: Array | None = None) -> Tensor:
+        """Rows [..., in], of which each weight in turn has those up to its end, int64 [count], to [..., out].
+
+        `ends` may be None for a single weight.
+        """
+        rows = x.contiguous() if x.dtype in _NUMBERS else x.float().contiguous()
+        out = torch.empty(*x.shape[:-1], self.outputs, dtype=rows.dtype)
+        tokens, threads = x.numel() // self.inputs, torch.get_num_threads()
+        memory = np.empty(tokens * self._row_bytes, np.uint8)
+        if ends is None:
+            ends = np.array([tokens])
+        like = _NUMBERS[rows.dtype]
+        arguments = self._marker, like, rows.data_ptr(), self._products, ends, memory, out.data_ptr(), threads
+        if threads == 1:
+            _compute_in_turn(*arguments)
+        else:
+            run_in_parallel(_compute_in_parallel, threads, *arguments)
         return out.to(x.dtype)
 
 
-@njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _compute(marker: Any, rows: Any, products: Any, ends: Any, parameters: Any, threads: Any) -> None:
-    """All products, each as a pass of decode.py computes it."""
-    for token in prange(len(rows)):
-        decode.convert_inputs(token, rows[token], products[0], parameters, marker)
-    chunks = np.zeros(len(products) + 1, np.int64)
-    for number in range(len(products)):
-        together, divisions, _ = _division(number, products, ends, threads)
-        chunks[number + 1] = chunks[number] + -(-products[number, decode.PANELS] // together) * divisions
-    for chunk in prange(chunks[-1]):
-        number = np.searchsorted(chunks, chunk, side="right") - 1
-        product, own = products[number], chunk - chunks[number]
-        together, divisions, most = _division(number, products, ends, threads)
-        panel = own // divisions * together
-        token = (ends[number - 1] if number else 0) + own % divisions * most
-        panels, end = min(panel + together, product[decode.PANELS]), min(token + most, ends[number])
-        decode.multiply_panels(decode.MULTIPLY, product, panel, panels, token, end, parameters, marker)
+def _computing(loop: Any) -> Any:
+    """The kernel with a loop over its work that is `range` or, for several threads, `prange`."""
+
+    @njit(parallel=loop is prange, **OPTIONS)  # type: ignore[untyped-decorator]
+    def compute(marker: Any, like: Any, x: Any, products: Any, ends: Any, memory: Any, out: Any, threads: Any) -> None:
+        """All products, each as a pass of decode.py computes it; `x` and `out` are addresses of numbers like `like`."""
+        tokens, product = ends[-1], products[0]
+        blocks, outputs = product[decode.BLOCKS], product[decode.OUTPUTS]
+        results, rows = array_at(out, (tokens, outputs), like), array_at(x, (tokens, product[decode.ROW]), like)
+        parameters = np.zeros(decode.PRODUCT, np.int64)
+        parameters[decode.PACKED] = memory.ctypes.data
+        parameters[decode.SCALES] = parameters[decode.PACKED] + tokens * outputs * 4
+        parameters[decode.SUMS] = parameters[decode.SCALES] + tokens * blocks * 4
+        parameters[decode.INPUTS] = parameters[decode.SUMS] + tokens * blocks * (BLOCK // GROUP) * 4
+        for token in loop(tokens):
+            row = np.empty(rows.shape[1], np.float32)
+            for k in range(len(row)):
+                row[k] = widen(rows[token, k])
+            decode.convert_inputs(token, row, product, parameters, marker)
+        chunks = np.zeros(len(products) + 1, np.int64)
+        for number in range(len(products)):
+            together, divisions, _ = _division(number, products, ends, threads)
+            chunks[number + 1] = chunks[number] + -(-products[number, decode.PANELS] // together) * divisions
+        for chunk in loop(chunks[-1]):
+            number = np.searchsorted(chunks, chunk, side="right") - 1
+            own = chunk - chunks[number]
+            together, divisions, most = _division(number, products, ends, threads)
+            panel = own // divisions * together
+            token = (ends[number - 1] if number else 0) + own % divisions * most
+            panels, end = min(panel + together, products[number, decode.PANELS]), min(token + most, ends[number])
+            decode.multiply_panels(decode.MULTIPLY, products[number], panel, panels, token, end, parameters, marker)
+        sums = array_at(parameters[decode.PACKED], (tokens, outputs), _F)
+        for token in loop(tokens):
+            for n in range(outputs):
+                results[token, n] = narrow(sums[token, n], results[token, n])
+
+    return compute
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -84,3 +112,6 @@ def _division(number: Any, products: Any, ends: Any, threads: Any) -> Any:
     tokens = ends[number] - (ends[number - 1] if number else 0)
     together, most = decode.sizes_of_chunk(products[number], tokens, threads, False)
     return together, (tokens + most - 1) // most, most
+
+
+_compute_in_turn, _compute_in_parallel = _computing(range), _computing(prange)

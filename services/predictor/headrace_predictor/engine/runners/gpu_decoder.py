@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from headrace_predictor.engine.gpu.operations import HeadNorms, Matrix, Scores
 from headrace_predictor.engine.runners.attention import StepPlan
-from headrace_predictor.engine.runners.fused_layers import GATED, SWISH
-from headrace_predictor.engine.runners.streamed import GATED_MODELS
+from headrace_predictor.engine.runners.streamed import GATED_MODELS, SWISH
 
 if TYPE_CHECKING:
     from headrace_predictor.engine.gpu.kernels import GpuOperations
@@ -94,9 +93,7 @@ class GpuDecoder:
         if type(model) not in GATED_MODELS:
             return False
         turns_all = 2 * len(model.model.rotary_emb.inv_freq) == model.model.layers[0].self_attn.head_dim
-        return turns_all and all(
-            type(layer) in GATED and isinstance(layer.mlp.act_fn, SWISH) for layer in model.model.layers
-        )
+        return turns_all and all(isinstance(layer.mlp.act_fn, SWISH) for layer in model.model.layers)
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all, for ids and positions [1, T]."""

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace_predictor.engine.adapters import AdapterHooks, Adapters
-from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.cpu.packed_linear import PackedLinear
-from headrace_predictor.engine.cpu.step_sizes import size_above
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
-from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
+from headrace_predictor.engine.runners.streamed import StreamedDecoder
 from headrace_predictor.engine.sampling.sampler import choose_each, uniform
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
@@ -31,45 +27,7 @@ from headrace_predictor.engine.state.sequence import Row, Sequence, detached_seq
 if TYPE_CHECKING:
     from headrace_predictor.engine.gpu.kernels import GpuOperations
 
-_UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
-_PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
-
-
-class FlatDecoder:
-    """The forward pass of a decoder whose layers are all fused, without transformers' own code around them.
-
-    With a few rows, transformers' wrappers (checks of arguments, captures of outputs, slices of module lists) take as
-    long as two layers. The rotary angles stay transformers', because they have many variants.
-    """
-
-    def __init__(self, model: Any) -> None:
-        decoder = model.model
-        self._embedding: Tensor = decoder.embed_tokens.weight
-        self._rotary = decoder.rotary_emb
-        self._layers: list[GatedLayer] = list(decoder.layers)
-        self._norm = kernel.RmsNorm(decoder.norm)
-        self._head: PackedLinear = model.lm_head
-
-    @staticmethod
-    def takes(model: Any) -> bool:
-        # Exactly the class: a subclass may compute something else.
-        return (
-            type(model) in GATED_MODELS
-            and all(type(layer) is GatedLayer for layer in model.model.layers)
-            and type(model.model.embed_tokens) is nn.Embedding
-            and type(model.lm_head) is PackedLinear
-        )
-
-    def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
-        """Logits of the tokens at `places`, by default of all, for ids and positions [1, T]."""
-        hidden = torch.embedding(self._embedding, ids[0])
-        workspace = self._layers[0].workspace(hidden, self._rotary(hidden, position_ids=positions))
-        for layer in self._layers:
-            hidden = layer.compute(hidden, plan, workspace)
-        if places is None:
-            return self._head.forward(self._norm(hidden, workspace.normed))
-        hidden = hidden[places]
-        return self._head.forward(self._norm(hidden, kernel.Buffer(hidden.shape, hidden.dtype)))
+_TRIED = 8  # Ids of the test whether logits are exact: a model may have few positions.
 
 
 class PagedRunner(ModelRunner):
@@ -104,15 +62,12 @@ class PagedRunner(ModelRunner):
         self._attend = None if operations is None else operations.attend
         self._planner = StepPlanner(self._cache, self._attend)
         self.streamed = streamed
-        self._flat = streamed or (FlatDecoder(model) if FlatDecoder.takes(model) else None)
         self._tells_positions = tells_positions
         self._rotary = rotary
         self.scaling = None if rotary is None else rotary.scaling
         self._graphs: DecodeGraphs | None = None
         self._left: list[Sequence] = []  # Those whose tokens the last recorded pass has left for the next one.
         self._hooks = AdapterHooks(model)
-        self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
-        self._filler.blocks = [0]
         model.set_attn_implementation(NAME)
 
     def record(self, record: Record, rows: int, context: int) -> int:
@@ -160,10 +115,8 @@ class PagedRunner(ModelRunner):
     def run(self, rows: Rows[Row]) -> Tensor:
         numbers = self._adapter_numbers(rows)
         decodes = all(row.count == 1 and row.samples for row in rows)
-        padding = [] if decodes and len(rows) <= _UNPADDED else self._padding(sum(row.count for row in rows))
-        if decodes and not (padding or numbers):
+        if decodes and not numbers:
             return self._decode(rows)
-        rows = [*rows, *padding]
         # The planner takes rows with one id first, and the tokens of an adapter are computed together; the returned
         # logits are in the caller's order.
         order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, numbers.get(i, 0)))
@@ -190,13 +143,6 @@ class PagedRunner(ModelRunner):
             return {}
         return {i: adapter.number for i, row in enumerate(rows) if (adapter := row.sequence.adapter) is not None}
 
-    def _padding(self, tokens: int) -> list[Row]:
-        """Rows of block 0 that fill a step of so many tokens up to one of the sizes of steps."""
-        if self._cache.device.type != "cpu":
-            return []
-        missing = size_above(tokens) - tokens
-        return [Row(self._filler, 0, min(_PADDING, missing - at)) for at in range(0, missing, _PADDING)]
-
     def _decode(self, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
         """Runs rows with one id, `ids` or their last: the logits of all ids are wanted, and no row scores."""
         known = self._tensor([row.sequence.ids[row.start] for row in rows]) if ids is None else ids
@@ -216,8 +162,8 @@ class PagedRunner(ModelRunner):
 
     def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all."""
-        if self._flat is not None:
-            return self._flat(ids, positions, plan, places)
+        if self.streamed is not None:
+            return self.streamed(ids, positions, plan, places)
         if self._gpu is not None and not plan.adapted:
             return self._gpu(ids, positions, plan, places)
         if plan.adapted:
@@ -248,11 +194,11 @@ class PagedRunner(ModelRunner):
             return True  # By construction.
         if self._cache.device.type != "cpu" or self.scaling is not None:
             return False
-        ids = [i % self._model.get_input_embeddings().num_embeddings for i in range(_PADDING)]
+        ids = [i % self._model.get_input_embeddings().num_embeddings for i in range(_TRIED)]
         sequence = detached_sequence(ids[:1])
         sequence.blocks = [0]
-        together = self.run([Row(sequence, 0, _PADDING, ids[1:])])
-        for position in reversed(range(_PADDING)):
+        together = self.run([Row(sequence, 0, _TRIED, ids[1:])])
+        for position in reversed(range(_TRIED)):
             sequence.ids = ids[: position + 1]
             if not torch.equal(together[position], self.run([Row(sequence, position, 1)])[0]):
                 return False

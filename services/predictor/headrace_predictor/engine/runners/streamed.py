@@ -16,11 +16,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.activations import SiLUActivation
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
+from headrace_predictor.engine.cpu.packed_linear import FORMATS, packs
 from headrace_predictor.engine.runners.attention import StepPlan
-from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.rotary import RotaryAngles
 from headrace_predictor.engine.runners.unread import grouped_matrix
@@ -39,6 +40,7 @@ except ImportError:  # Numba is optional.
 
 # Their pass is nothing but embedding, layers, norm and head.
 GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+SWISH = (nn.SiLU, SiLUActivation)
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
 GROUPED = "grouped"
@@ -52,8 +54,8 @@ _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 def weight_format(name: str, model: Any, wanted: str) -> str | None:
     """The format in which a paged model's weights are streamed; None: they are not.
 
-    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies it; quantised matrices of a
-    file as they are, if all are such. Raises StartupError for an integer format that cannot be computed; int8 and int4
+    `wanted`: auto, int8, int4 or q8_0. float32 and bfloat16 are streamed, and quantised matrices of a file as they are,
+    if all are such. Raises StartupError for an integer format that cannot be computed; int8 and int4
     can in the linear layers of other models too, and int8 on a GPU.
     """
     if wanted == "int8" and model.device.type == "cuda" and type(model) in GATED_MODELS:
@@ -75,14 +77,13 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
         if reason is not None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
-    streams = reason is None and model.dtype == torch.bfloat16 and pairs.HAS_BF16
-    return "bf16" if streams else None
+    return None if reason is not None else FORMATS[model.dtype]
 
 
 def _reason_against_kernels(model: Any) -> str | None:
     if not _IS_COMPILED:
         return "Numba is not installed"
-    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+    if not packs(model.device, model.dtype):
         return "it is computed on the CPU in fp32 or bf16 only"
     return None
 
@@ -313,7 +314,7 @@ class _Step:
                 decode.PACKED: self.packed,
                 decode.ATTENDED: self.attended,
                 decode.INNER: self.inner,
-                decode.INPUTS: torch.empty(tokens, 2 * blocks * BLOCK + decode.ROW_GAP, dtype=torch.uint8),
+                decode.INPUTS: torch.empty(tokens, 4 * blocks * BLOCK + decode.ROW_GAP, dtype=torch.uint8),
                 decode.SCALES: torch.empty(tokens, blocks),
                 decode.SUMS: torch.empty(tokens, blocks * BLOCK // HALF, dtype=torch.int32),
                 decode.COSINES: angles[0],
