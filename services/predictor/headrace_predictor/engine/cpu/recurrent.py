@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit, prange
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
@@ -37,12 +38,9 @@ _FEW = 1 << 17  # Numbers of states that one thread changes before others would 
 _OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}
 
 
-def run(make: Callable[[Any], Callable[..., None]], threads: int, numbers: int, *arguments: Any) -> None:
-    """Runs a step of `numbers` numbers of states with up to `threads` threads, which torch has set."""
-    if threads == 1 or numbers < _FEW:
-        make(range)(*arguments)
-    else:
-        run_in_parallel(make(prange), threads, *arguments)
+def run(kernel: Callable[..., None], numbers: int, *arguments: Any) -> None:
+    """Runs a step that changes so many numbers of states: the same code for few as for many."""
+    run_in_parallel(kernel, torch.get_num_threads(), *arguments, alone=numbers < _FEW)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -105,174 +103,165 @@ def convolution(taps: int) -> Callable[..., None]:
     return step  # type: ignore[no-any-return]
 
 
-@cache
-def state_space(loop: Any) -> Callable[..., None]:
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def state_space(
+    rows: Any,
+    heads: Any,
+    groups: Any,
+    size: Any,
+    n: Any,
+    x: Any,
+    stride: Any,
+    times: Any,
+    time_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    queries: Any,
+    query_stride: Any,
+    gates: Any,
+    gate_stride: Any,
+    is_gated: Any,
+    rates: Any,
+    biases: Any,
+    skip: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    parameters: Any,
+    stored: Any,
+) -> None:
     """The step of Mamba 2, whose heads have a decay each and share keys and queries in groups.
 
-    Inputs and outputs are [rows, heads, size], time steps [rows, heads], keys and queries [rows, groups, n], states
-    [rows, heads, size, n], parameters [heads]; `rates` float32.
+    Inputs, gates and outputs are [rows, heads, size], time steps [rows, heads], keys and queries [rows, groups, n],
+    states [rows, heads, size, n], parameters [heads], `rates` float32. With `is_gated` the outputs are multiplied by
+    the swish of the gates.
     """
-
-    @njit(parallel=loop is prange, **_OPTIONS)  # type: ignore[untyped-decorator]
-    def step(
-        rows: Any,
-        heads: Any,
-        groups: Any,
-        size: Any,
-        n: Any,
-        x: Any,
-        stride: Any,
-        times: Any,
-        time_stride: Any,
-        keys: Any,
-        key_stride: Any,
-        queries: Any,
-        query_stride: Any,
-        rates: Any,
-        biases: Any,
-        skip: Any,
-        states: Any,
-        out: Any,
-        inputs: Any,
-        parameters: Any,
-        stored: Any,
-    ) -> None:
-        own_rates = array_at(rates, (heads,), np.empty(0, np.float32))
-        own_biases, own_skip = array_at(biases, (heads,), parameters), array_at(skip, (heads,), parameters)
-        all_states, outputs = array_at(states, (rows, heads, size, n), stored), array_at(out, (rows, heads, size), inputs)
-        for part in loop(rows * heads):
-            row, head = part // heads, part % heads
-            group, bytes_ = head // (heads // groups), inputs.itemsize
-            new = array_at(x + (row * stride + head * size) * bytes_, (size,), inputs)
-            key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
-            query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
-            time = array_at(times + row * time_stride * bytes_, (heads,), inputs)
-            delta = _softplus(widen(time[head]) + widen(own_biases[head]))
-            decay = np.exp(delta * own_rates[head])
-            for s in range(size):
-                state, added, total = all_states[row, head, s], delta * widen(new[s]), _ZERO
-                for i in range(n):
-                    changed = widen(state[i]) * decay + added * widen(key[i])
-                    state[i] = narrow(changed, state[i])
-                    total += changed * widen(query[i])
-                outputs[row, head, s] = narrow(total + widen(new[s]) * widen(own_skip[head]), new[s])
-
-    return step  # type: ignore[no-any-return]
+    own_rates = array_at(rates, (heads,), np.empty(0, np.float32))
+    own_biases, own_skip = array_at(biases, (heads,), parameters), array_at(skip, (heads,), parameters)
+    all_states, outputs = array_at(states, (rows, heads, size, n), stored), array_at(out, (rows, heads, size), inputs)
+    for part in prange(rows * heads):
+        row, head = part // heads, part % heads
+        group, bytes_ = head // (heads // groups), inputs.itemsize
+        new = array_at(x + (row * stride + head * size) * bytes_, (size,), inputs)
+        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
+        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
+        time = array_at(times + row * time_stride * bytes_, (heads,), inputs)
+        gate = array_at(gates + (row * gate_stride + head * size) * bytes_, (size,), inputs)
+        delta = _softplus(widen(time[head]) + widen(own_biases[head]))
+        decay = np.exp(delta * own_rates[head])
+        for s in range(size):
+            state, added, total = all_states[row, head, s], delta * widen(new[s]), _ZERO
+            for i in range(n):
+                changed = widen(state[i]) * decay + added * widen(key[i])
+                state[i] = narrow(changed, state[i])
+                total += changed * widen(query[i])
+            total += widen(new[s]) * widen(own_skip[head])
+            outputs[row, head, s] = narrow(total * _swish(widen(gate[s])) if is_gated else total, new[s])
 
 
-@cache
-def selective(loop: Any) -> Callable[..., None]:
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def selective(
+    rows: Any,
+    channels: Any,
+    n: Any,
+    x: Any,
+    stride: Any,
+    times: Any,
+    time_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    queries: Any,
+    query_stride: Any,
+    gates: Any,
+    gate_stride: Any,
+    rates: Any,
+    biases: Any,
+    skip: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    parameters: Any,
+    stored: Any,
+) -> None:
     """The step of Mamba, whose channels have n decays each; the outputs are multiplied by the swish of `gates`.
 
     Inputs, time steps, gates and outputs are [rows, channels], keys and queries [rows, n], states [rows, channels, n],
     `rates` float32 [channels, n] and `biases` float32 [channels], `skip` [channels].
     """
-
-    @njit(parallel=loop is prange, **_OPTIONS)  # type: ignore[untyped-decorator]
-    def step(
-        rows: Any,
-        channels: Any,
-        n: Any,
-        x: Any,
-        stride: Any,
-        times: Any,
-        time_stride: Any,
-        keys: Any,
-        key_stride: Any,
-        queries: Any,
-        query_stride: Any,
-        gates: Any,
-        gate_stride: Any,
-        rates: Any,
-        biases: Any,
-        skip: Any,
-        states: Any,
-        out: Any,
-        inputs: Any,
-        parameters: Any,
-        stored: Any,
-    ) -> None:
-        floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
-        own_rates, own_biases = array_at(rates, (channels, n), floats), array_at(biases, (channels,), floats)
-        own_skip, outputs = array_at(skip, (channels,), parameters), array_at(out, (rows, channels), inputs)
-        all_states = array_at(states, (rows, channels, n), stored)
-        for part in loop(rows * channels):
-            row, c = part // channels, part % channels
-            new = widen(array_at(x + row * stride * bytes_, (channels,), inputs)[c])
-            gate = widen(array_at(gates + row * gate_stride * bytes_, (channels,), inputs)[c])
-            time = array_at(times + row * time_stride * bytes_, (channels,), inputs)
-            key = array_at(keys + row * key_stride * bytes_, (n,), inputs)
-            query = array_at(queries + row * query_stride * bytes_, (n,), inputs)
-            delta = _softplus(widen(time[c]) + own_biases[c])
-            state, rate, added, total = all_states[row, c], own_rates[c], delta * new, new * widen(own_skip[c])
-            for i in range(n):
-                changed = widen(state[i]) * _exp(delta * rate[i]) + added * widen(key[i])
-                state[i] = narrow(changed, state[i])
-                total += changed * widen(query[i])
-            outputs[row, c] = narrow(total * _swish(gate), time[c])
-
-    return step  # type: ignore[no-any-return]
+    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
+    own_rates, own_biases = array_at(rates, (channels, n), floats), array_at(biases, (channels,), floats)
+    own_skip, outputs = array_at(skip, (channels,), parameters), array_at(out, (rows, channels), inputs)
+    all_states = array_at(states, (rows, channels, n), stored)
+    for part in prange(rows * channels):
+        row, c = part // channels, part % channels
+        new = widen(array_at(x + row * stride * bytes_, (channels,), inputs)[c])
+        gate = widen(array_at(gates + row * gate_stride * bytes_, (channels,), inputs)[c])
+        time = array_at(times + row * time_stride * bytes_, (channels,), inputs)
+        key = array_at(keys + row * key_stride * bytes_, (n,), inputs)
+        query = array_at(queries + row * query_stride * bytes_, (n,), inputs)
+        delta = _softplus(widen(time[c]) + own_biases[c])
+        state, rate, added, total = all_states[row, c], own_rates[c], delta * new, new * widen(own_skip[c])
+        for i in range(n):
+            changed = widen(state[i]) * _exp(delta * rate[i]) + added * widen(key[i])
+            state[i] = narrow(changed, state[i])
+            total += changed * widen(query[i])
+        outputs[row, c] = narrow(total * _swish(gate), time[c])
 
 
-@cache
-def delta_rule(loop: Any) -> Callable[..., None]:
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def delta_rule(
+    rows: Any,
+    heads: Any,
+    key_heads: Any,
+    n: Any,
+    size: Any,
+    queries: Any,
+    query_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    values: Any,
+    value_stride: Any,
+    decays: Any,
+    rates: Any,
+    is_normed: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    stored: Any,
+) -> None:
     """The step of the gated delta rule; heads of values share keys and queries in groups.
 
     Queries and keys are [rows, key heads, n], values and outputs [rows, heads, size], the logarithms of decays and the
     rates float32 [rows, heads], states [rows, heads, n, size].
     """
-
-    @njit(parallel=loop is prange, **_OPTIONS)  # type: ignore[untyped-decorator]
-    def step(
-        rows: Any,
-        heads: Any,
-        key_heads: Any,
-        n: Any,
-        size: Any,
-        queries: Any,
-        query_stride: Any,
-        keys: Any,
-        key_stride: Any,
-        values: Any,
-        value_stride: Any,
-        decays: Any,
-        rates: Any,
-        is_normed: Any,
-        states: Any,
-        out: Any,
-        inputs: Any,
-        stored: Any,
-    ) -> None:
-        floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
-        all_decays, all_rates = array_at(decays, (rows, heads), floats), array_at(rates, (rows, heads), floats)
-        all_states, outputs = array_at(states, (rows, heads, n, size), stored), array_at(out, (rows, heads, size), inputs)
-        for part in loop(rows * heads):
-            row, head = part // heads, part % heads
-            group = head // (heads // key_heads)
-            query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
-            key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
-            value = array_at(values + (row * value_stride + head * size) * bytes_, (size,), inputs)
-            state, decay = all_states[row, head], np.exp(all_decays[row, head])
-            key_scale, query_scale = _ONE, _ONE / np.sqrt(np.float32(n))
-            if is_normed:
-                key_scale, query_scale = _inverse_length(key), query_scale * _inverse_length(query)
-            change, total = np.zeros(size, np.float32), np.zeros(size, np.float32)
-            for k in range(n):
-                weight = widen(key[k]) * key_scale * decay
-                for i in range(size):
-                    change[i] += weight * widen(state[k, i])
+    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
+    all_decays, all_rates = array_at(decays, (rows, heads), floats), array_at(rates, (rows, heads), floats)
+    all_states, outputs = array_at(states, (rows, heads, n, size), stored), array_at(out, (rows, heads, size), inputs)
+    for part in prange(rows * heads):
+        row, head = part // heads, part % heads
+        group = head // (heads // key_heads)
+        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
+        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
+        value = array_at(values + (row * value_stride + head * size) * bytes_, (size,), inputs)
+        state, decay = all_states[row, head], np.exp(all_decays[row, head])
+        key_scale, query_scale = _ONE, _ONE / np.sqrt(np.float32(n))
+        if is_normed:
+            key_scale, query_scale = _inverse_length(key), query_scale * _inverse_length(query)
+        change, total = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        for k in range(n):
+            weight = widen(key[k]) * key_scale * decay
             for i in range(size):
-                change[i] = (widen(value[i]) - change[i]) * all_rates[row, head]
-            for k in range(n):
-                weight, share = widen(key[k]) * key_scale, widen(query[k]) * query_scale
-                for i in range(size):
-                    changed = widen(state[k, i]) * decay + weight * change[i]
-                    state[k, i] = narrow(changed, state[k, i])
-                    total[i] += changed * share
+                change[i] += weight * widen(state[k, i])
+        for i in range(size):
+            change[i] = (widen(value[i]) - change[i]) * all_rates[row, head]
+        for k in range(n):
+            weight, share = widen(key[k]) * key_scale, widen(query[k]) * query_scale
             for i in range(size):
-                outputs[row, head, i] = narrow(total[i], value[i])
-
-    return step  # type: ignore[no-any-return]
+                changed = widen(state[k, i]) * decay + weight * change[i]
+                state[k, i] = narrow(changed, state[k, i])
+                total[i] += changed * share
+        for i in range(size):
+            outputs[row, head, i] = narrow(total[i], value[i])
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

@@ -41,11 +41,11 @@ def quicken(model: Any) -> None:
 
 
 def _either(step: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that returns None where it does not apply: then `own` computes it."""
+    """A step that returns None where it does not apply: then `own` computes it, as on other devices."""
 
     @wraps(own)
     def compute(*arguments: Any, **named: Any) -> Any:
-        result = step(*arguments, **named)
+        result = step(*arguments, **named) if arguments[0].device.type == "cpu" else None
         return own(*arguments, **named) if result is None else result
 
     compute.step = step  # type: ignore[attr-defined]
@@ -83,24 +83,28 @@ def update_state_space(
     z: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The outputs [rows, heads, size] of Mamba 2 for inputs of that shape.
+    """The outputs [rows, heads, size] of Mamba 2 for inputs, and gates `z`, of that shape.
 
     Keys and queries are [rows, groups, n], states [rows, heads, size, n], and the others views of one number for each
     head: `times` [rows, heads, size], `rates` [heads, size, n], `skip` and `dt_bias` [heads, size].
     """
     rows, heads, size = x.shape
     groups, n = keys.shape[1:]
-    if skip is None or dt_bias is None or not dt_softplus or z is not None:
+    if skip is None or dt_bias is None or not dt_softplus:
         return None
     if times.stride()[1:] != (1, 0) or rates.stride() != (1, 0, 0) or {skip.stride(), dt_bias.stride()} != {(1, 0)}:
         return None
-    if not _are_rows(x, keys, queries) or times.dtype is not x.dtype or not _have_types(rates, skip, dt_bias, states):
+    gates = x if z is None else z
+    if not _are_rows(x, keys, queries, gates) or times.dtype is not x.dtype:
+        return None
+    if not _have_types(rates, skip, dt_bias, states):
         return None
     out = torch.empty(rows, heads, size, dtype=x.dtype)
     recurrent.run(
-        *(recurrent.state_space, torch.get_num_threads(), states.numel(), rows, heads, groups, size, n),
-        *(*_places(x, times, keys, queries), rates.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), states.data_ptr()),
-        *(out.data_ptr(), _TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
+        *(recurrent.state_space, states.numel(), rows, heads, groups, size, n),
+        *(*_places(x, times, keys, queries, gates), z is not None, rates.data_ptr(), dt_bias.data_ptr()),
+        *(skip.data_ptr(), states.data_ptr(), out.data_ptr()),
+        *(_TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
     )
     return out
 
@@ -129,7 +133,7 @@ def update_selective(
         return None
     out, biases = torch.empty(x.shape, dtype=x.dtype), dt_bias.float()
     recurrent.run(
-        *(recurrent.selective, torch.get_num_threads(), states.numel(), *states.shape),
+        *(recurrent.selective, states.numel(), *states.shape),
         *(*_places(x, times, keys, queries, z), rates.data_ptr(), biases.data_ptr(), skip.data_ptr()),
         *(states.data_ptr(), out.data_ptr(), _TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
     )
@@ -161,7 +165,7 @@ def update_by_delta_rule(
         return None
     out, decays, rates = torch.empty(value.shape, dtype=value.dtype), *(one.float().contiguous() for one in (g, beta))
     recurrent.run(
-        *(recurrent.delta_rule, torch.get_num_threads(), initial_state.numel(), rows, heads, *key.shape[2:], size),
+        *(recurrent.delta_rule, initial_state.numel(), rows, heads, *key.shape[2:], size),
         *(*_places(*parts), decays.data_ptr(), rates.data_ptr(), use_qk_l2norm_in_kernel),
         *(initial_state.data_ptr(), out.data_ptr(), _TYPES[value.dtype], _TYPES[initial_state.dtype]),
     )
