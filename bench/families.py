@@ -1,8 +1,8 @@
 """What one forward pass for all rows gives: tokens a second of families of models, and of the same one row at a time.
 
-The families of bench/architectures.py, float32, one thread, each setting by default; a step of Mamba 2 is ours
-(mamba.py) in both engines. All callers send a request at once, 32 tokens in, 64 out, greedy, of random ids, and are
-measured until the last one has its answer: a part of that would have another share of prompts than of outputs. Both
+The families of bench/architectures.py, float32, one thread, each setting by default; a step of recurrent layers is
+ours (mamba.py) in both engines. All callers send a request at once, 32 tokens in, 64 out, greedy, of random ids, and
+are measured until the last one has its answer: a part of that would have another share of prompts than of outputs. Both
 engines of a family are in one process; a round measures each case with both, one after the other, in random order.
 Seconds are those of the process's processor time, callers included, so that other processes of the machine hardly
 matter.

@@ -35,10 +35,10 @@ _POOL = threading.Lock()  # Numba's own threads serve one caller at a time.
 OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
-def run_in_parallel(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
-    """Runs a parallel kernel with `threads` threads, which torch has set."""
+def run_in_parallel(kernel: Callable[..., None], threads: int, *arguments: Any, alone: bool = False) -> None:
+    """Runs a parallel kernel with `threads` threads, which torch has set, or on the caller's `alone`."""
     with _POOL:
-        numba.set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(1 if alone else min(threads, config.NUMBA_NUM_THREADS))
         if torch.get_num_threads() != threads:  # The first call sets those of OpenMP to all that there are.
             torch.set_num_threads(threads)
         kernel(*arguments)

@@ -1,60 +1,199 @@
-"""Mamba 2 of transformers on the CPU: shorter scans, and a step that reads and writes each state a few times less.
+"""Recurrent layers of transformers on the CPU: shorter scans, and steps for one id of each row in one call.
 
 transformers pads a pass of several ids to a multiple of `chunk_size`, usually 256, so that four ids took a third of the
-time of 256; with `_SCAN` longer passes are no slower. Its step for one id makes ten tensors of the size of the state.
-Here it changes the state in place, and as many states take a tenth of the time. The proof (proof.py) compares both with
-what transformers computes.
+time of 256; with `_SCAN` longer passes are no slower. Its steps for one id are 5 to 30 operations, some of which make
+tensors of the size of the states. All modules with such layers have copies of the same few functions; in their places
+are those of cpu/recurrent.py, which change the states in place, and transformers' own where these do not apply. The
+proof (proof.py) compares both with what transformers computes.
 """
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+try:
+    from headrace_predictor.engine.cpu import recurrent
+except ImportError:  # Numba is optional.
+    recurrent = None  # type: ignore[assignment]
+
 _SCAN = 64  # Ids.
-_STEP = "mamba2_selective_state_update"  # In the modules of transformers that have such layers.
+_SWISH = ("silu", "swish")
+_TYPES = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
 
 
 def quicken(model: Any) -> None:
-    """Changes the layers of a model, and for its process the step of all models of its class."""
+    """Changes the layers of a model, and for its process the steps of all models of its class."""
     if model.device.type != "cpu":
         return
     for module in model.modules():
         if isinstance(getattr(module, "chunk_size", None), int):
             module.chunk_size = min(module.chunk_size, _SCAN)
-        own = sys.modules[type(module).__module__]
-        if hasattr(own, _STEP):
-            setattr(own, _STEP, update_states)
+        code = sys.modules[type(module).__module__]
+        for name, step in _STEPS.items() if recurrent is not None else ():
+            own = getattr(code, name, None)
+            if own is not None and getattr(own, "step", None) is not step:
+                setattr(code, name, _either(step, own))
 
 
-def update_states(
+def _either(step: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that returns None where it does not apply: then `own` computes it, as on other devices."""
+
+    @wraps(own)
+    def compute(*arguments: Any, **named: Any) -> Any:
+        result = step(*arguments, **named) if arguments[0].device.type == "cpu" else None
+        return own(*arguments, **named) if result is None else result
+
+    compute.step = step  # type: ignore[attr-defined]
+    return compute
+
+
+def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
+    """The outputs [rows, channels, 1] for inputs of that shape; states and `weight` are [..., channels, taps]."""
+    rows, channels, ids = x.shape
+    parameters = [weight] if bias is None else [weight, bias]
+    is_like = all(one.dtype is x.dtype and one.is_contiguous() for one in (states, *parameters))
+    if ids > 1 or activation not in (None, *_SWISH) or states.shape[1:] != weight.shape or x.stride(1) != 1:
+        return None
+    if not is_like or x.dtype not in _TYPES:
+        return None
+    out = torch.empty(rows, channels, 1, dtype=x.dtype)
+    recurrent.convolution(weight.shape[1])(
+        *(rows, channels, x.data_ptr(), x.stride(0), states.data_ptr(), weight.data_ptr(), parameters[-1].data_ptr()),
+        *(bias is not None, activation is not None, out.data_ptr(), _TYPES[x.dtype]),
+    )
+    return out
+
+
+def update_state_space(
     states: Tensor,
-    inputs: Tensor,
-    time_steps: Tensor,
-    decay_rates: Tensor,
+    x: Tensor,
+    times: Tensor,
+    rates: Tensor,
     keys: Tensor,
     queries: Tensor,
-    skip: Tensor,
+    skip: Tensor | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """The outputs [rows, heads, size] of Mamba 2 for inputs, and gates `z`, of that shape.
+
+    Keys and queries are [rows, groups, n], states [rows, heads, size, n], and the others views of one number for each
+    head: `times` [rows, heads, size], `rates` [heads, size, n], `skip` and `dt_bias` [heads, size].
+    """
+    rows, heads, size = x.shape
+    groups, n = keys.shape[1:]
+    if skip is None or dt_bias is None or not dt_softplus:
+        return None
+    if times.stride()[1:] != (1, 0) or rates.stride() != (1, 0, 0) or {skip.stride(), dt_bias.stride()} != {(1, 0)}:
+        return None
+    gates = x if z is None else z
+    if not _are_rows(x, keys, queries, gates) or times.dtype is not x.dtype:
+        return None
+    if not _have_types(rates, skip, dt_bias, states):
+        return None
+    out = torch.empty(rows, heads, size, dtype=x.dtype)
+    recurrent.run(
+        *(recurrent.state_space, states.numel(), rows, heads, groups, size, n),
+        *(*_places(x, times, keys, queries, gates), z is not None, rates.data_ptr(), dt_bias.data_ptr()),
+        *(skip.data_ptr(), states.data_ptr(), out.data_ptr()),
+        *(_TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
+    )
+    return out
+
+
+def update_selective(
+    states: Tensor,
+    x: Tensor,
+    times: Tensor,
+    rates: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    skip: Tensor | None = None,
     *,
     z: Tensor | None = None,
-    dt_bias: Tensor,
-    dt_softplus: bool,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
     **_: Any,
-) -> Tensor:
-    """The outputs [rows, heads, size] for inputs of one id, whose states [rows, heads, size, n] it changes.
+) -> Tensor | None:
+    """The outputs [rows, channels] of Mamba for inputs, time steps and gates `z` of that shape.
 
-    As in transformers `keys` and `queries` are [rows, groups, n], and the other tensors views of one number for each
-    head: `time_steps` [rows, heads, size], `decay_rates` [heads, size, n], `skip` and `dt_bias` [heads, size].
+    Keys and queries are [rows, n], states [rows, channels, n], `rates` [channels, n], `skip` and `dt_bias` [channels].
     """
-    heads = inputs.shape[1]
-    steps = time_steps[..., 0] + dt_bias[:, 0].to(time_steps.dtype)
-    if dt_softplus:
-        steps = F.softplus(steps)
-    keys, queries = (part.repeat_interleave(heads // part.shape[1], dim=1).to(states.dtype) for part in (keys, queries))
-    decays = torch.exp(steps.float() * decay_rates[:, 0, 0].float())
-    added = (steps[..., None] * inputs).to(states.dtype)
-    states.mul_(decays[..., None, None]).addcmul_(added[..., None], keys[:, :, None])
-    outputs = torch.matmul(states, queries[..., None])[..., 0].to(inputs.dtype) + inputs * skip
-    return (outputs if z is None else outputs * F.silu(z)).to(inputs.dtype)
+    if skip is None or dt_bias is None or not dt_softplus or z is None or not rates.is_contiguous():
+        return None
+    if not _are_rows(x, times, keys, queries, z) or not _have_types(rates, skip, skip, states):
+        return None
+    out, biases = torch.empty(x.shape, dtype=x.dtype), dt_bias.float()
+    recurrent.run(
+        *(recurrent.selective, states.numel(), *states.shape),
+        *(*_places(x, times, keys, queries, z), rates.data_ptr(), biases.data_ptr(), skip.data_ptr()),
+        *(states.data_ptr(), out.data_ptr(), _TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
+    )
+    return out
+
+
+def update_by_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """The outputs [rows, 1, heads, size] of the gated delta rule for values of that shape, and the states.
+
+    Queries and keys are [rows, 1, key heads, n], `g` and `beta` [rows, 1, heads], states [rows, heads, n, size].
+    """
+    rows, ids, heads, size = value.shape
+    if initial_state is None or ids > 1 or cu_seqlens is not None or not output_final_state:
+        return None
+    parts = query[:, 0], key[:, 0], value[:, 0]
+    if not _are_rows(*parts) or not initial_state.is_contiguous() or initial_state.dtype not in _TYPES:
+        return None
+    out, decays, rates = torch.empty(value.shape, dtype=value.dtype), *(one.float().contiguous() for one in (g, beta))
+    recurrent.run(
+        *(recurrent.delta_rule, initial_state.numel(), rows, heads, *key.shape[2:], size),
+        *(*_places(*parts), decays.data_ptr(), rates.data_ptr(), use_qk_l2norm_in_kernel),
+        *(initial_state.data_ptr(), out.data_ptr(), _TYPES[value.dtype], _TYPES[initial_state.dtype]),
+    )
+    return out, initial_state
+
+
+_STEPS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_update": convolve,
+    "mamba2_selective_state_update": update_state_space,
+    "mamba_selective_state_update": update_selective,
+    "torch_recurrent_gated_delta_rule": update_by_delta_rule,
+}
+
+
+def _are_rows(*tensors: Tensor) -> bool:
+    """Whether tensors [rows, ...] are of one supported type, and each row contiguous."""
+    dtype = tensors[0].dtype
+    return dtype in _TYPES and all(
+        one.dtype is dtype and one.stride(-1) == 1 and (one.shape[1] == 1 or one.stride(1) in (1, one.shape[-1]))
+        for one in tensors
+    )
+
+
+def _have_types(rates: Tensor, skip: Tensor, biases: Tensor, states: Tensor) -> bool:
+    is_float = rates.dtype is torch.float32 and skip.dtype in _TYPES and states.dtype in _TYPES
+    return is_float and skip.dtype is biases.dtype and states.is_contiguous()
+
+
+def _places(*tensors: Tensor) -> list[int]:
+    """The address of each tensor and its rows' stride."""
+    return [number for one in tensors for number in (one.data_ptr(), one.stride(0))]

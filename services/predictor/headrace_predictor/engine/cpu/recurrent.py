@@ -1,0 +1,272 @@
+"""One step of recurrent layers for all rows, compiled for the CPU by Numba: each state is read and written once.
+
+The formulas are those of transformers: `causal_conv1d_update`, `mamba2_selective_state_update` (Mamba 2),
+`mamba_selective_state_update` (Mamba) and `torch_recurrent_gated_delta_rule`. Intermediate results are not rounded to
+bfloat16. Rows are computed separately and always in the same order.
+
+Tensors come as addresses. `inputs`, `parameters` and `stored` are empty arrays: their types are those of the inputs and
+outputs, of the model's parameters, and of the states. A stride is that of a row, in numbers; states, parameters and
+outputs are contiguous. The states are changed in place.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
+from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
+
+_ONE, _ZERO = np.float32(1), np.float32(0)
+_LINEAR_FROM = np.float32(20)  # Of softplus, as in torch.
+_NORM_EPSILON = np.float32(1e-6)  # Of the queries and keys of the delta rule.
+# Of exp, as in vectors.py.
+_LOG2_E, _LEAST, _MOST, _BIAS = (np.float32(number) for number in (1.4426950408889634, -126.0, 127.0, 127.0))
+_HALF = np.float32(0.5)
+_C0, _C1, _C2, _C3, _C4, _C5 = (
+    np.float32(coefficient)
+    for coefficient in (
+        *(1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3),
+        *(5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1),
+    )
+)
+_FEW = 1 << 17  # Numbers of states that one thread changes before others would have begun.
+# Lanes may reorder a sum: the order then depends only on its length.
+_OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}
+
+
+def run(kernel: Callable[..., None], numbers: int, *arguments: Any) -> None:
+    """Runs a step that changes so many numbers of states: the same code for few as for many."""
+    run_in_parallel(kernel, torch.get_num_threads(), *arguments, alone=numbers < _FEW)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _exp(x: Any) -> Any:
+    """e^x, in a form that LLVM computes in vectors; at least 2^-126."""
+    power = min(max(x * _LOG2_E, _LEAST), _MOST)
+    exponent = np.int32(power + _BIAS + _HALF)
+    rest = power - (np.float32(exponent) - _BIAS)
+    series = ((((((_C0 * rest) + _C1) * rest + _C2) * rest + _C3) * rest + _C4) * rest + _C5) * rest + _ONE
+    return series * widen(np.uint16(exponent << 7))
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _swish(x: Any) -> Any:
+    return x / (_ONE + _exp(-x))
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _softplus(x: Any) -> Any:
+    return x if x > _LINEAR_FROM else np.log1p(np.exp(x))
+
+
+@cache
+def convolution(taps: int) -> Callable[..., None]:
+    """The step of a convolution of so many taps, for each channel on its own.
+
+    Inputs and outputs are [rows, channels], states [rows, channels, taps], parameters [channels, taps] and [channels].
+    """
+
+    @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+    def step(
+        rows: Any,
+        channels: Any,
+        x: Any,
+        stride: Any,
+        states: Any,
+        weights: Any,
+        biases: Any,
+        has_biases: Any,
+        is_swish: Any,
+        out: Any,
+        inputs: Any,
+    ) -> None:
+        own_weights, own_biases = array_at(weights, (channels, taps), inputs), array_at(biases, (channels,), inputs)
+        all_states = array_at(states, (rows, channels, taps), inputs)
+        outputs = array_at(out, (rows, channels), inputs)
+        for row in range(rows):
+            state, output = all_states[row], outputs[row]
+            new = array_at(x + row * stride * inputs.itemsize, (channels,), inputs)
+            for c in range(channels):
+                total = widen(new[c]) * widen(own_weights[c, taps - 1])
+                for t in range(taps - 1):
+                    total += widen(state[c, t + 1]) * widen(own_weights[c, t])
+                    state[c, t] = state[c, t + 1]
+                state[c, taps - 1] = new[c]
+                if has_biases:
+                    total += widen(own_biases[c])
+                output[c] = narrow(_swish(total) if is_swish else total, new[c])
+
+    return step  # type: ignore[no-any-return]
+
+
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def state_space(
+    rows: Any,
+    heads: Any,
+    groups: Any,
+    size: Any,
+    n: Any,
+    x: Any,
+    stride: Any,
+    times: Any,
+    time_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    queries: Any,
+    query_stride: Any,
+    gates: Any,
+    gate_stride: Any,
+    is_gated: Any,
+    rates: Any,
+    biases: Any,
+    skip: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    parameters: Any,
+    stored: Any,
+) -> None:
+    """The step of Mamba 2, whose heads have a decay each and share keys and queries in groups.
+
+    Inputs, gates and outputs are [rows, heads, size], time steps [rows, heads], keys and queries [rows, groups, n],
+    states [rows, heads, size, n], parameters [heads], `rates` float32. With `is_gated` the outputs are multiplied by
+    the swish of the gates.
+    """
+    own_rates = array_at(rates, (heads,), np.empty(0, np.float32))
+    own_biases, own_skip = array_at(biases, (heads,), parameters), array_at(skip, (heads,), parameters)
+    all_states, outputs = array_at(states, (rows, heads, size, n), stored), array_at(out, (rows, heads, size), inputs)
+    for part in prange(rows * heads):
+        row, head = part // heads, part % heads
+        group, bytes_ = head // (heads // groups), inputs.itemsize
+        new = array_at(x + (row * stride + head * size) * bytes_, (size,), inputs)
+        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
+        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
+        time = array_at(times + row * time_stride * bytes_, (heads,), inputs)
+        gate = array_at(gates + (row * gate_stride + head * size) * bytes_, (size,), inputs)
+        delta = _softplus(widen(time[head]) + widen(own_biases[head]))
+        decay = np.exp(delta * own_rates[head])
+        for s in range(size):
+            state, added, total = all_states[row, head, s], delta * widen(new[s]), _ZERO
+            for i in range(n):
+                changed = widen(state[i]) * decay + added * widen(key[i])
+                state[i] = narrow(changed, state[i])
+                total += changed * widen(query[i])
+            total += widen(new[s]) * widen(own_skip[head])
+            outputs[row, head, s] = narrow(total * _swish(widen(gate[s])) if is_gated else total, new[s])
+
+
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def selective(
+    rows: Any,
+    channels: Any,
+    n: Any,
+    x: Any,
+    stride: Any,
+    times: Any,
+    time_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    queries: Any,
+    query_stride: Any,
+    gates: Any,
+    gate_stride: Any,
+    rates: Any,
+    biases: Any,
+    skip: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    parameters: Any,
+    stored: Any,
+) -> None:
+    """The step of Mamba, whose channels have n decays each; the outputs are multiplied by the swish of `gates`.
+
+    Inputs, time steps, gates and outputs are [rows, channels], keys and queries [rows, n], states [rows, channels, n],
+    `rates` float32 [channels, n] and `biases` float32 [channels], `skip` [channels].
+    """
+    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
+    own_rates, own_biases = array_at(rates, (channels, n), floats), array_at(biases, (channels,), floats)
+    own_skip, outputs = array_at(skip, (channels,), parameters), array_at(out, (rows, channels), inputs)
+    all_states = array_at(states, (rows, channels, n), stored)
+    for part in prange(rows * channels):
+        row, c = part // channels, part % channels
+        new = widen(array_at(x + row * stride * bytes_, (channels,), inputs)[c])
+        gate = widen(array_at(gates + row * gate_stride * bytes_, (channels,), inputs)[c])
+        time = array_at(times + row * time_stride * bytes_, (channels,), inputs)
+        key = array_at(keys + row * key_stride * bytes_, (n,), inputs)
+        query = array_at(queries + row * query_stride * bytes_, (n,), inputs)
+        delta = _softplus(widen(time[c]) + own_biases[c])
+        state, rate, added, total = all_states[row, c], own_rates[c], delta * new, new * widen(own_skip[c])
+        for i in range(n):
+            changed = widen(state[i]) * _exp(delta * rate[i]) + added * widen(key[i])
+            state[i] = narrow(changed, state[i])
+            total += changed * widen(query[i])
+        outputs[row, c] = narrow(total * _swish(gate), time[c])
+
+
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def delta_rule(
+    rows: Any,
+    heads: Any,
+    key_heads: Any,
+    n: Any,
+    size: Any,
+    queries: Any,
+    query_stride: Any,
+    keys: Any,
+    key_stride: Any,
+    values: Any,
+    value_stride: Any,
+    decays: Any,
+    rates: Any,
+    is_normed: Any,
+    states: Any,
+    out: Any,
+    inputs: Any,
+    stored: Any,
+) -> None:
+    """The step of the gated delta rule; heads of values share keys and queries in groups.
+
+    Queries and keys are [rows, key heads, n], values and outputs [rows, heads, size], the logarithms of decays and the
+    rates float32 [rows, heads], states [rows, heads, n, size].
+    """
+    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
+    all_decays, all_rates = array_at(decays, (rows, heads), floats), array_at(rates, (rows, heads), floats)
+    all_states, outputs = array_at(states, (rows, heads, n, size), stored), array_at(out, (rows, heads, size), inputs)
+    for part in prange(rows * heads):
+        row, head = part // heads, part % heads
+        group = head // (heads // key_heads)
+        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
+        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
+        value = array_at(values + (row * value_stride + head * size) * bytes_, (size,), inputs)
+        state, decay = all_states[row, head], np.exp(all_decays[row, head])
+        key_scale, query_scale = _ONE, _ONE / np.sqrt(np.float32(n))
+        if is_normed:
+            key_scale, query_scale = _inverse_length(key), query_scale * _inverse_length(query)
+        change, total = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        for k in range(n):
+            weight = widen(key[k]) * key_scale * decay
+            for i in range(size):
+                change[i] += weight * widen(state[k, i])
+        for i in range(size):
+            change[i] = (widen(value[i]) - change[i]) * all_rates[row, head]
+        for k in range(n):
+            weight, share = widen(key[k]) * key_scale, widen(query[k]) * query_scale
+            for i in range(size):
+                changed = widen(state[k, i]) * decay + weight * change[i]
+                state[k, i] = narrow(changed, state[k, i])
+                total[i] += changed * share
+        for i in range(size):
+            outputs[row, head, i] = narrow(total[i], value[i])
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _inverse_length(x: Any) -> Any:
+    squares = _ZERO
+    for i in range(len(x)):
+        squares += widen(x[i]) * widen(x[i])
+    return _ONE / np.sqrt(squares + _NORM_EPSILON)
