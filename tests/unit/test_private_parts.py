@@ -19,7 +19,6 @@ MODULES = {
     "_create_aggregation": "headrace/telemetry/gathered.py",
     "llguidance._lib": "headrace/grammars.py",
     "torch._dynamo": "services/predictor/headrace_predictor/engine_process/host.py",
-    "torch.ops.mkldnn._": "services/predictor/headrace_predictor/engine/cpu/packed_linear.py",
     "torch.cpu._": "services/predictor/headrace_predictor/engine/cpu/tiles.py",
 }
 
