@@ -19,6 +19,9 @@ from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 from headrace_predictor.engine.state.cache import Array
 
+_FEW_ROWS = 16
+_LEAST_ROWS = 4  # Fewer take as long.
+_ALONE = 1 << 22  # Multiplications that are not worth another thread.
 _F = np.empty(0, np.float32)
 _NUMBERS = {torch.float32: _F, torch.bfloat16: np.empty(0, np.uint16)}
 
@@ -60,7 +63,7 @@ class RowProducts:
             ends = np.array([tokens])
         like = _NUMBERS[rows.dtype]
         arguments = self._marker, like, rows.data_ptr(), self._products, ends, memory, out.data_ptr(), threads
-        if threads == 1:
+        if threads == 1 or max(tokens, _LEAST_ROWS) * self.outputs * self.inputs < _ALONE:
             _compute_in_turn(*arguments)
         else:
             run_in_parallel(_compute_in_parallel, threads, *arguments)
@@ -73,37 +76,74 @@ def _computing(loop: Any) -> Any:
     @njit(parallel=loop is prange, **OPTIONS)  # type: ignore[untyped-decorator]
     def compute(marker: Any, like: Any, x: Any, products: Any, ends: Any, memory: Any, out: Any, threads: Any) -> None:
         """All products, each as a pass of decode.py computes it; `x` and `out` are addresses of numbers like `like`."""
-        tokens, product = ends[-1], products[0]
-        blocks, outputs = product[decode.BLOCKS], product[decode.OUTPUTS]
-        results, rows = array_at(out, (tokens, outputs), like), array_at(x, (tokens, product[decode.ROW]), like)
-        parameters = np.zeros(decode.PRODUCT, np.int64)
-        parameters[decode.PACKED] = memory.ctypes.data
-        parameters[decode.SCALES] = parameters[decode.PACKED] + tokens * outputs * 4
-        parameters[decode.SUMS] = parameters[decode.SCALES] + tokens * blocks * 4
-        parameters[decode.INPUTS] = parameters[decode.SUMS] + tokens * blocks * (BLOCK // GROUP) * 4
-        for token in loop(tokens):
-            row = np.empty(rows.shape[1], np.float32)
-            for k in range(len(row)):
-                row[k] = widen(rows[token, k])
-            decode.convert_inputs(token, row, product, parameters, marker)
-        chunks = np.zeros(len(products) + 1, np.int64)
-        for number in range(len(products)):
-            together, divisions, _ = _division(number, products, ends, threads)
-            chunks[number + 1] = chunks[number] + -(-products[number, decode.PANELS] // together) * divisions
+        tokens = ends[-1]
+        parameters, chunks = _parameters(products[0], tokens, memory), _chunks(products, ends, threads)
+        if tokens <= _FEW_ROWS:  # To begin a loop of several threads takes longer.
+            for token in range(tokens):
+                _convert(token, x, like, products[0], parameters, marker)
+        else:
+            for token in loop(tokens):
+                _convert(token, x, like, products[0], parameters, marker)
         for chunk in loop(chunks[-1]):
-            number = np.searchsorted(chunks, chunk, side="right") - 1
-            own = chunk - chunks[number]
-            together, divisions, most = _division(number, products, ends, threads)
-            panel = own // divisions * together
-            token = (ends[number - 1] if number else 0) + own % divisions * most
-            panels, end = min(panel + together, products[number, decode.PANELS]), min(token + most, ends[number])
-            decode.multiply_panels(decode.MULTIPLY, products[number], panel, panels, token, end, parameters, marker)
-        sums = array_at(parameters[decode.PACKED], (tokens, outputs), _F)
-        for token in loop(tokens):
-            for n in range(outputs):
-                results[token, n] = narrow(sums[token, n], results[token, n])
+            _multiply(chunk, chunks, products, ends, parameters, marker, threads)
+        if tokens <= _FEW_ROWS:
+            for token in range(tokens):
+                _narrow(token, products[0], parameters, out, like)
+        else:
+            for token in loop(tokens):
+                _narrow(token, products[0], parameters, out, like)
 
     return compute
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _parameters(product: Any, tokens: Any, memory: Any) -> Any:
+    """Those of decode.py: addresses of results, scales, sums and inputs in the memory."""
+    parameters, blocks = np.zeros(decode.PRODUCT, np.int64), product[decode.BLOCKS]
+    parameters[decode.PACKED] = memory.ctypes.data
+    parameters[decode.SCALES] = parameters[decode.PACKED] + tokens * product[decode.OUTPUTS] * 4
+    parameters[decode.SUMS] = parameters[decode.SCALES] + tokens * blocks * 4
+    parameters[decode.INPUTS] = parameters[decode.SUMS] + tokens * blocks * (BLOCK // GROUP) * 4
+    return parameters
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _chunks(products: Any, ends: Any, threads: Any) -> Any:
+    """The first chunk of each product, and the number of all."""
+    chunks = np.zeros(len(products) + 1, np.int64)
+    for number in range(len(products)):
+        together, divisions, _ = _division(number, products, ends, threads)
+        chunks[number + 1] = chunks[number] + -(-products[number, decode.PANELS] // together) * divisions
+    return chunks
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _convert(token: Any, x: Any, like: Any, product: Any, parameters: Any, marker: Any) -> None:
+    size = product[decode.ROW]
+    numbers, row = array_at(x + token * size * like.itemsize, (size,), like), np.empty(size, np.float32)
+    for k in range(size):
+        row[k] = widen(numbers[k])
+    decode.convert_inputs(token, row, product, parameters, marker)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _narrow(token: Any, product: Any, parameters: Any, out: Any, like: Any) -> None:
+    size = product[decode.OUTPUTS]
+    sums = array_at(parameters[decode.PACKED] + token * size * 4, (size,), _F)
+    results = array_at(out + token * size * like.itemsize, (size,), like)
+    for n in range(size):
+        results[n] = narrow(sums[n], results[n])
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _multiply(chunk: Any, chunks: Any, products: Any, ends: Any, parameters: Any, marker: Any, threads: Any) -> None:
+    number = np.searchsorted(chunks, chunk, side="right") - 1
+    own = chunk - chunks[number]
+    together, divisions, most = _division(number, products, ends, threads)
+    panel = own // divisions * together
+    token = (ends[number - 1] if number else 0) + own % divisions * most
+    panels, end = min(panel + together, products[number, decode.PANELS]), min(token + most, ends[number])
+    decode.multiply_panels(decode.MULTIPLY, products[number], panel, panels, token, end, parameters, marker)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
