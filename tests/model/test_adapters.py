@@ -93,9 +93,14 @@ def logits(runner, numbers, places=None):
 
 # Grouped queries; transposed weights; joined products of both kinds; biases. And a datatype, and each kind of block.
 USUAL = {"llama-float32", "gpt2-float32", "phi3-float32", "gpt_neox-float32", "opt-float32"}
-USUAL |= {"llama-bfloat16", "llama-bf16", "qwen2-int8", "qwen3-int4", "gemma3-int8", "gpt2-int4"}
-FORMS = {"float32": 1e-4, "bfloat16": 0.1, "bf16": 0.05, "int8": 0.1, "int4": 0.9}
-CASES = [(name, form) for name in PAGED for form in FORMS if form != "bf16" or name in ("llama", "qwen2", "qwen3")]
+USUAL |= {"llama-bfloat16", "llama-fp32", "llama-bf16", "qwen2-int8", "qwen3-int4", "gemma3-int8", "gpt2-int4"}
+FORMS = {"float32": 1e-4, "bfloat16": 0.1, "fp32": 1e-4, "bf16": 0.05, "int8": 0.1, "int4": 0.9}
+CASES = [
+    (name, form)
+    for name in PAGED
+    for form in FORMS
+    if form not in ("fp32", "bf16") or name in ("llama", "qwen2", "qwen3")
+]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +109,6 @@ CASES = [(name, form) for name in PAGED for form in FORMS if form != "bf16" or n
 )
 def test_rows_equal_merged_models_and_do_not_depend_on_their_neighbours(architecture, form, tmp_path):
     dtype = DTYPES.get(form)
-    if form == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no packed products of bfloat16 here")
     model = random_model(architecture)
     merged = {0: copy.deepcopy(model)}
     for number, targets in TARGETS.items():
