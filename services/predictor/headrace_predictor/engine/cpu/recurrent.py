@@ -1,8 +1,9 @@
-"""One step of recurrent layers for all rows, compiled for the CPU by Numba: each state is read and written once.
+"""Steps of recurrent layers for all rows, and their passes of several ids, compiled for the CPU by Numba.
 
 The formulas are those of transformers: `causal_conv1d_update`, `mamba2_selective_state_update` (Mamba 2),
-`mamba_selective_state_update` (Mamba) and `torch_recurrent_gated_delta_rule`. Intermediate results are not rounded to
-bfloat16. Rows are computed separately and always in the same order.
+`mamba_selective_state_update` (Mamba) and `torch_recurrent_gated_delta_rule`. Several ids are computed one by one: a
+state that stays in the cache takes less time than transformers' products of chunks. Intermediate results are not
+rounded to bfloat16. Rows are computed separately and always in the same order.
 
 Tensors come as addresses. `inputs`, `parameters` and `stored` are empty arrays: their types are those of the inputs and
 outputs, of the model's parameters, and of the states. A stride is that of a row, in numbers; states, parameters and
@@ -103,24 +104,18 @@ def convolution(taps: int) -> Callable[..., None]:
     return step  # type: ignore[no-any-return]
 
 
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _at(places: Any, number: Any, row: Any, id_: Any, like: Any) -> Any:
+    """The address of a tensor's numbers for an id of a row; `places` int64 [tensors, 3]: address and both strides."""
+    return places[number, 0] + (row * places[number, 1] + id_ * places[number, 2]) * like.itemsize
+
+
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
 def state_space(
-    rows: Any,
-    heads: Any,
-    groups: Any,
-    size: Any,
-    n: Any,
-    x: Any,
-    stride: Any,
-    times: Any,
-    time_stride: Any,
-    keys: Any,
-    key_stride: Any,
-    queries: Any,
-    query_stride: Any,
-    gates: Any,
-    gate_stride: Any,
+    shape: Any,
+    places: Any,
     is_gated: Any,
+    limits: Any,
     rates: Any,
     biases: Any,
     skip: Any,
@@ -129,34 +124,40 @@ def state_space(
     inputs: Any,
     parameters: Any,
     stored: Any,
+    results: Any,
 ) -> None:
-    """The step of Mamba 2, whose heads have a decay each and share keys and queries in groups.
+    """Mamba 2, whose heads have a decay each and share keys and queries in groups, for some ids of each row.
 
-    Inputs, gates and outputs are [rows, heads, size], time steps [rows, heads], keys and queries [rows, groups, n],
-    states [rows, heads, size, n], parameters [heads], `rates` float32. With `is_gated` the outputs are multiplied by
-    the swish of the gates.
+    `shape`: rows, ids, heads, groups, size, n. `places` of inputs [rows, ids, heads, size], time steps [rows, ids,
+    heads], which `limits` bound, keys and queries [rows, ids, groups, n] and gates like inputs: with `is_gated` the
+    outputs, like inputs in the type of `results`, are multiplied by their swish. States [rows, heads, size, n],
+    parameters [heads], `rates` float32.
     """
+    rows, ids, heads, groups, size, n = shape
     own_rates = array_at(rates, (heads,), np.empty(0, np.float32))
     own_biases, own_skip = array_at(biases, (heads,), parameters), array_at(skip, (heads,), parameters)
-    all_states, outputs = array_at(states, (rows, heads, size, n), stored), array_at(out, (rows, heads, size), inputs)
+    all_states = array_at(states, (rows, heads, size, n), stored)
+    outputs = array_at(out, (rows, ids, heads, size), results)
     for part in prange(rows * heads):
         row, head = part // heads, part % heads
-        group, bytes_ = head // (heads // groups), inputs.itemsize
-        new = array_at(x + (row * stride + head * size) * bytes_, (size,), inputs)
-        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
-        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
-        time = array_at(times + row * time_stride * bytes_, (heads,), inputs)
-        gate = array_at(gates + (row * gate_stride + head * size) * bytes_, (size,), inputs)
-        delta = _softplus(widen(time[head]) + widen(own_biases[head]))
-        decay = np.exp(delta * own_rates[head])
-        for s in range(size):
-            state, added, total = all_states[row, head, s], delta * widen(new[s]), _ZERO
-            for i in range(n):
-                changed = widen(state[i]) * decay + added * widen(key[i])
-                state[i] = narrow(changed, state[i])
-                total += changed * widen(query[i])
-            total += widen(new[s]) * widen(own_skip[head])
-            outputs[row, head, s] = narrow(total * _swish(widen(gate[s])) if is_gated else total, new[s])
+        group = head // (heads // groups)
+        for id_ in range(ids):
+            new = array_at(_at(places, 0, row, id_, inputs), (heads, size), inputs)[head]
+            time = array_at(_at(places, 1, row, id_, inputs), (heads,), inputs)[head]
+            key = array_at(_at(places, 2, row, id_, inputs), (groups, n), inputs)[group]
+            query = array_at(_at(places, 3, row, id_, inputs), (groups, n), inputs)[group]
+            gate = array_at(_at(places, 4, row, id_, inputs), (heads, size), inputs)[head]
+            delta = min(max(_softplus(widen(time) + widen(own_biases[head])), limits[0]), limits[1])
+            decay = np.exp(delta * own_rates[head])
+            for s in range(size):
+                state, added, total = all_states[row, head, s], delta * widen(new[s]), _ZERO
+                for i in range(n):
+                    changed = widen(state[i]) * decay + added * widen(key[i])
+                    state[i] = narrow(changed, state[i])
+                    total += changed * widen(query[i])
+                total += widen(new[s]) * widen(own_skip[head])
+                total = total * _swish(widen(gate[s])) if is_gated else total
+                outputs[row, id_, head, s] = narrow(total, outputs[row, id_, head, s])
 
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
@@ -209,59 +210,45 @@ def selective(
 
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
-def delta_rule(
-    rows: Any,
-    heads: Any,
-    key_heads: Any,
-    n: Any,
-    size: Any,
-    queries: Any,
-    query_stride: Any,
-    keys: Any,
-    key_stride: Any,
-    values: Any,
-    value_stride: Any,
-    decays: Any,
-    rates: Any,
-    is_normed: Any,
-    states: Any,
-    out: Any,
-    inputs: Any,
-    stored: Any,
-) -> None:
-    """The step of the gated delta rule; heads of values share keys and queries in groups.
+def delta_rule(shape: Any, places: Any, is_normed: Any, states: Any, out: Any, inputs: Any, stored: Any) -> None:
+    """The gated delta rule for some ids of each row; heads of values share keys and queries in groups.
 
-    Queries and keys are [rows, key heads, n], values and outputs [rows, heads, size], the logarithms of decays and the
-    rates float32 [rows, heads], states [rows, heads, n, size].
+    `shape`: rows, ids, heads, key heads, n, size. `places` of queries and keys [rows, ids, key heads, n], values, like
+    which outputs are, [rows, ids, heads, size], and of the logarithms of decays and the rates, float32 [rows, ids,
+    heads]. States [rows, heads, n, size].
     """
-    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
-    all_decays, all_rates = array_at(decays, (rows, heads), floats), array_at(rates, (rows, heads), floats)
-    all_states, outputs = array_at(states, (rows, heads, n, size), stored), array_at(out, (rows, heads, size), inputs)
+    rows, ids, heads, key_heads, n, size = shape
+    floats = np.empty(0, np.float32)
+    all_states = array_at(states, (rows, heads, n, size), stored)
+    outputs = array_at(out, (rows, ids, heads, size), inputs)
     for part in prange(rows * heads):
         row, head = part // heads, part % heads
         group = head // (heads // key_heads)
-        query = array_at(queries + (row * query_stride + group * n) * bytes_, (n,), inputs)
-        key = array_at(keys + (row * key_stride + group * n) * bytes_, (n,), inputs)
-        value = array_at(values + (row * value_stride + head * size) * bytes_, (size,), inputs)
-        state, decay = all_states[row, head], np.exp(all_decays[row, head])
-        key_scale, query_scale = _ONE, _ONE / np.sqrt(np.float32(n))
-        if is_normed:
-            key_scale, query_scale = _inverse_length(key), query_scale * _inverse_length(query)
-        change, total = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        for k in range(n):
-            weight = widen(key[k]) * key_scale * decay
+        state = all_states[row, head]
+        for id_ in range(ids):
+            query = array_at(_at(places, 0, row, id_, inputs), (key_heads, n), inputs)[group]
+            key = array_at(_at(places, 1, row, id_, inputs), (key_heads, n), inputs)[group]
+            value = array_at(_at(places, 2, row, id_, inputs), (heads, size), inputs)[head]
+            decay = np.exp(array_at(_at(places, 3, row, id_, floats), (heads,), floats)[head])
+            rate = array_at(_at(places, 4, row, id_, floats), (heads,), floats)[head]
+            key_scale, query_scale = _ONE, _ONE / np.sqrt(np.float32(n))
+            if is_normed:
+                key_scale, query_scale = _inverse_length(key), query_scale * _inverse_length(query)
+            change, total = np.zeros(size, np.float32), np.zeros(size, np.float32)
+            for k in range(n):
+                weight = widen(key[k]) * key_scale * decay
+                for i in range(size):
+                    change[i] += weight * widen(state[k, i])
             for i in range(size):
-                change[i] += weight * widen(state[k, i])
-        for i in range(size):
-            change[i] = (widen(value[i]) - change[i]) * all_rates[row, head]
-        for k in range(n):
-            weight, share = widen(key[k]) * key_scale, widen(query[k]) * query_scale
+                change[i] = (widen(value[i]) - change[i]) * rate
+            for k in range(n):
+                weight, share = widen(key[k]) * key_scale, widen(query[k]) * query_scale
+                for i in range(size):
+                    changed = widen(state[k, i]) * decay + weight * change[i]
+                    state[k, i] = narrow(changed, state[k, i])
+                    total[i] += changed * share
             for i in range(size):
-                changed = widen(state[k, i]) * decay + weight * change[i]
-                state[k, i] = narrow(changed, state[k, i])
-                total[i] += changed * share
-        for i in range(size):
-            outputs[row, head, i] = narrow(total[i], value[i])
+                outputs[row, id_, head, i] = narrow(total[i], value[i])
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
