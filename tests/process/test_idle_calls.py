@@ -8,41 +8,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.oip.stream_infer import multiplex
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
 from headrace.rpc.server.server import Server
 from headrace.settings import ServiceSettings
-from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace_protos.inference_pb2 import ModelInferRequest
 from headrace_protos.inference_pb2_grpc import (
-    GRPCInferenceServiceServicer,
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
 )
+from tests.process.memory_service import Inference
 from tests.support.listening import listening
 
 MAX_CALLS, MAX_IDLE = 2, 8
-
-
-class Inference(GRPCInferenceServiceServicer):
-    """Answers each request when it is released."""
-
-    def __init__(self):
-        self.go = asyncio.Event()
-        self.messages = 0  # Of unary calls.
-
-    async def ModelInfer(self, request, context):  # noqa: N802
-        self.messages += 1
-        await self.go.wait()
-        return ModelInferResponse(id=request.id)
-
-    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
-        async def answer(request):
-            await self.go.wait()
-            yield ModelInferResponse(id=request.id)
-
-        async for response in multiplex(request_iterator, answer, False):
-            yield response
 
 
 class Served:
