@@ -16,12 +16,10 @@ import grpc
 from google.api import httpbody_pb2
 from google.protobuf import empty_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 import envoy
 from headrace.errors import DrainingError, HopBrokenError
 from headrace.rpc.server.server import SERVER_OPTIONS
-from headrace.telemetry.identity import REQUEST_ID
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from headrace_runner import envoy_config
 from headrace_runner.process import Process, ProcessSpec
@@ -30,6 +28,7 @@ from headrace_runner.settings import StackSettings
 from headrace_runner.stack import Readiness
 from tests.process.http2_service import serve_openai
 from tests.support.free_ports import free_settings
+from tests.support.otlp_receiver import OtlpReceiver
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -198,28 +197,12 @@ def raw_request(address: str, method: str, path: str, headers: Iterable[Header],
         connection.close()
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that it receives: service, name, trace id, span id and the request's id."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, str, str, str, str]] = []
-
-    async def Export(self, request: Any, context: Context) -> trace_service_pb2.ExportTraceServiceResponse:  # noqa: N802
-        for resource in request.resource_spans:
-            (service,) = [one.value.string_value for one in resource.resource.attributes if one.key == "service.name"]
-            for span in (span for scope in resource.scope_spans for span in scope.spans):
-                attributes = {each.key: each.value.string_value for each in span.attributes}
-                ids = (span.trace_id.hex(), span.span_id.hex(), attributes.get(REQUEST_ID, ""))
-                self.spans.append((service, span.name, *ids))
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
 @dataclass(frozen=True)
 class Gateway:
     address: str
     openai: FakeOpenAI
     inner: str
-    collector: Collector
+    collector: OtlpReceiver
     admin: str
     process: Process
     health: "FakeHealth"  # The transformer's.
@@ -304,12 +287,10 @@ async def running_gateway(
     **settings_of_test: Any,
 ) -> AsyncIterator[Gateway]:
     """Envoy with a fake behind each cluster; `environment` is added to its own, the rest are settings."""
-    collector, otlp = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, otlp)
-    endpoint = f"http://127.0.0.1:{otlp.add_insecure_port('127.0.0.1:0')}"
-    await otlp.start()
+    collector = OtlpReceiver()
     callers = {"gateway_allowed_origins": ORIGIN, "gateway_hosts": HOST}
-    settings = free_settings(folder, **callers | {"otel_exporter_otlp_endpoint": endpoint} | settings_of_test)
+    exporting = {"otel_exporter_otlp_endpoint": collector.endpoint}
+    settings = free_settings(folder, **callers | exporting | settings_of_test)
     openai = FakeOpenAI()
     health = FakeHealth()
     servers = [
@@ -331,12 +312,13 @@ async def running_gateway(
     try:
         management = f"127.0.0.1:{settings.management_port}"
         addresses = (management, settings.gateway_with_tls)
-        yield Gateway(
-            *(settings.gateway, openai, inner, collector, admin, process, health, *addresses),
-            predictors=tuple(predictors),
-        )
+        with collector:
+            yield Gateway(
+                *(settings.gateway, openai, inner, collector, admin, process, health, *addresses),
+                predictors=tuple(predictors),
+            )
     finally:
         await readiness.close()
         await process.stop()
-        for server in (*servers, otlp, http_server):
+        for server in (*servers, http_server):
             await server.stop(0)

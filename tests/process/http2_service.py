@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import OverloadedError
@@ -74,6 +75,13 @@ class Served:
     async def start(self, port: int = 0) -> "Served":
         self.port = await self.server.start(HOST, port)
         return self
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    running = await Served().start()
+    yield running
+    await running.server.stop(0)
 
 
 class Uncounted(Admission):

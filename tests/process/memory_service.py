@@ -18,18 +18,23 @@ from headrace_protos import inference_pb2_grpc
 
 
 class Inference(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers each request when it is released; `messages` counts those of unary calls."""
+
     def __init__(self):
         self.go = asyncio.Event()
+        self.messages = 0
 
     async def ModelInfer(self, request, context):  # noqa: N802
+        self.messages += 1
         await self.go.wait()
         return pb.ModelInferResponse(id=request.id)
 
-    async def ModelStreamInfer(self, requests, context):  # noqa: N802
+    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
         async def answer(request):
-            yield await self.ModelInfer(request, context)
+            await self.go.wait()
+            yield pb.ModelInferResponse(id=request.id)
 
-        async for response in multiplex(requests, answer, True):
+        async for response in multiplex(request_iterator, answer, False):
             yield response
 
     async def ServerLive(self, request, context):  # noqa: N802

@@ -1,6 +1,5 @@
 """Errors keep their class, text and origin over any number of hops, and reveal no internals."""
 
-import asyncio
 import errno
 import os
 import sqlite3
@@ -27,56 +26,19 @@ from headrace.errors import (
 from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from tests.support.listening import listening
+from tests.support.methods import METHODS, Methods, answers_of
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
-
-
-class Echo(grpc.GenericRpcHandler):
-    """`/test/unary`, `/test/stream` and `/test/bidi`: one answer, then `then` runs."""
-
-    def __init__(self, then):
-        self._then = then
-
-    def service(self, handler_call_details):
-        async def unary(request, context):
-            await self._then(context)
-            return request
-
-        async def stream(request, context):
-            yield request
-            await self._then(context)
-
-        async def bidi(requests, context):
-            async for request in requests:
-                yield request
-            await self._then(context)
-
-        return {
-            "/test/unary": grpc.unary_unary_rpc_method_handler(unary),
-            "/test/stream": grpc.unary_stream_rpc_method_handler(stream),
-            "/test/bidi": grpc.stream_stream_rpc_method_handler(bidi),
-        }.get(handler_call_details.method)
 
 
 @asynccontextmanager
 async def serving(hop, then, options=()):
     """A channel to a server whose calls end in `then(context)`."""
     server = grpc.aio.server(interceptors=(Interceptor(hop),), options=options)
-    server.add_generic_rpc_handlers((Echo(then),))
+    server.add_generic_rpc_handlers((Methods(then),))
     async with listening(server) as address, open_channel(address, hop) as channel:
         yield channel
-
-
-async def call(channel, kind, payload=b"x", **options):
-    """The answers of a call that is read to its end."""
-    if kind == "unary":
-        return [await channel.unary_unary("/test/unary")(payload, **options)]
-    if kind == "stream":
-        responses = channel.unary_stream("/test/stream")(payload, **options)
-    else:
-        responses = channel.stream_stream("/test/bidi")(iter([payload]), **options)
-    return [response async for response in responses]
 
 
 def raising(error):
@@ -95,7 +57,7 @@ async def nothing(context):
 async def test_every_error_class_is_kept(cls, kind):
     async with serving("predictor", raising(cls("what happened"))) as channel:
         with pytest.raises(cls) as caught:
-            await call(channel, kind)
+            await answers_of(channel, kind)
     assert type(caught.value) is cls
     assert (caught.value.message, caught.value.hop, caught.value.retry_after_ms) == ("what happened", "predictor", None)
 
@@ -106,11 +68,11 @@ async def test_class_origin_and_retry_delay_are_kept_over_two_hops(kind, error):
     async with serving("predictor", raising(error)) as inner:
 
         async def relay(context):
-            await call(inner, kind)
+            await answers_of(inner, kind)
 
         async with serving("transformer", relay) as outer:
             with pytest.raises(type(error), match=error.message) as caught:
-                await call(outer, kind)
+                await answers_of(outer, kind)
     assert (caught.value.hop, caught.value.retry_after_ms) == ("predictor", error.retry_after_ms)
 
 
@@ -121,10 +83,10 @@ async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
         raise OverloadedError("queue full", retry_after_ms=20)
 
     server = grpc.aio.server(interceptors=(Interceptor("predictor"),))
-    server.add_generic_rpc_handlers((Echo(then),))
+    server.add_generic_rpc_handlers((Methods(then),))
     async with listening(server) as address, grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(channel, kind)
+            await answers_of(channel, kind)
     assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
     assert dict(caught.value.trailing_metadata()) == {
         "x-request-id": "r1",
@@ -138,7 +100,7 @@ async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
 async def test_an_unexpected_exception_reveals_no_internals(kind, caplog):
     async with serving("predictor", raising(ZeroDivisionError("secret/path.py"))) as channel:
         with pytest.raises(RequestFailedError) as caught:
-            await call(channel, kind)
+            await answers_of(channel, kind)
     assert (caught.value.message, caught.value.hop) == ("internal error", "predictor")
     assert "secret/path.py" in caplog.text, "the log has what the client must not see"
 
@@ -150,51 +112,21 @@ async def test_a_handler_may_abort_by_itself(kind):
 
     async with serving("predictor", then) as channel:
         with pytest.raises(errors.NotFoundError, match="gone"):
-            await call(channel, kind)
+            await answers_of(channel, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_service_that_does_not_listen_is_not_ready(kind):
-    # No hop counts as broken: the call reached none, so it cannot have broken one.
-    async with open_channel("127.0.0.1:1", "predictor") as channel:
-        with pytest.raises(NotReadyError, match="no predictor is ready") as caught:
-            await call(channel, kind)
-    assert caught.value.hop == "predictor"
-
-
-@pytest.mark.parametrize("method", ["/test/unary", "/test/stream"])
-async def test_a_call_that_ends_without_its_message_is_refused(method):
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+async def test_a_call_that_ends_without_its_message_is_refused(kind):
     async with serving("predictor", nothing) as channel:
         with pytest.raises(InvalidRequestError, match="no message"):
-            async for _ in channel.stream_stream(method)(iter(())):
+            async for _ in channel.stream_stream(f"/{METHODS[kind]}")(iter(())):
                 pass
 
 
 async def test_a_message_beyond_the_limit_is_too_large():
     async with serving("predictor", nothing, (("grpc.max_receive_message_length", 1000),)) as channel:
         with pytest.raises(TooLargeError):
-            await call(channel, "unary", b"x" * 2000)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_cancelled_caller_cancels_the_handler(kind):
-    entered, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def then(context):
-        entered.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    async with serving("predictor", then) as channel:
-        calling = asyncio.create_task(call(channel, kind))
-        await entered.wait()
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
-        await cancelled.wait()
+            await answers_of(channel, "unary", b"x" * 2000)
 
 
 def rpc_error(code, details, **metadata):

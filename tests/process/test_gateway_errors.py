@@ -14,6 +14,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
 from headrace.errors import NotReadyError, from_rpc_error
+from headrace.telemetry.identity import REQUEST_ID
 from headrace.telemetry.rpc import LINK
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from headrace_runner import envoy_config
@@ -23,7 +24,6 @@ from tests.process.gateway_before_fakes import (
     ORIGIN,
     V2,
     Answer,
-    Collector,
     FakeHealth,
     FakeOpenAI,
     Gateway,
@@ -31,6 +31,7 @@ from tests.process.gateway_before_fakes import (
     start_envoy,
 )
 from tests.support.free_ports import free_settings
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.waiting import until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -44,7 +45,7 @@ async def lonely_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     process = start_envoy(settings, folder)
     inner, admin = (f"127.0.0.1:{port}" for port in (settings.gateway_inner_port, settings.gateway_admin_port))
     management = f"127.0.0.1:{settings.management_port}"
-    alone = Gateway(settings.gateway, FakeOpenAI(), inner, Collector(), admin, process, FakeHealth(), management)
+    alone = Gateway(settings.gateway, FakeOpenAI(), inner, OtlpReceiver(), admin, process, FakeHealth(), management)
     async with alone.channel() as channel:
         await channel.channel_ready()
     yield alone
@@ -152,7 +153,7 @@ async def test_every_answer_names_the_gateway_s_span_in_the_request_s_trace(gate
     for answer in answers:
         trace, span = trace_and_span(answer.headers["traceparent"])
         assert trace == answer.headers["x-trace-id"] != TRACE
-        await until(lambda trace=trace, span=span: {(trace, span)} & {one[2:4] for one in gateway.collector.spans})
+        await until(lambda trace=trace, span=span: span in {one.span_id for one in gateway.collector.spans(trace)})
 
 
 async def test_a_grpc_client_gets_the_trace_s_id_too(gateway: Gateway) -> None:
@@ -221,7 +222,7 @@ async def test_the_inner_listener_passes_the_request_s_id_on_and_samples_only_by
 
 
 def spans_of(gateway: Gateway, trace: str) -> set[tuple[str, str, str]]:
-    return {(service, name, tag) for service, name, of, _, tag in gateway.collector.spans if of == trace}
+    return {(one.service, one.name, one.attributes.get(REQUEST_ID, "")) for one in gateway.collector.spans(trace)}
 
 
 async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -17,18 +16,14 @@ from headrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import ByteBudget
 from headrace.rpc.limits.idle_calls import resident_bytes
-from tests.process.http2_service import COUNT, ECHO, HANG, HOST, KIB, NAME, Served
+from tests.process.http2_service import COUNT, ECHO, HANG, HOST, KIB, NAME, Served, served
 from tests.support.http2_client import connected
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    served = await Served().start()
-    yield served
-    await served.server.stop(0)
+__all__ = ["served"]  # A fixture.
 
 
 # ------------------------------------------------------------------ bounds

@@ -3,23 +3,17 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from h2.errors import ErrorCodes
 
 from headrace.errors import StartupError
 from headrace.rpc.server.listeners import reserved
-from tests.process.http2_service import COUNT, ECHO, FAIL, HANG, HOST, KIB, NAME, Served
+from tests.process.http2_service import COUNT, ECHO, FAIL, HANG, HOST, KIB, NAME, Served, served
 from tests.support.http2_client import connected
 from tests.waiting import until
 
-
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    served = await Served().start()
-    yield served
-    await served.server.stop(0)
+__all__ = ["served"]  # A fixture.
 
 
 # ------------------------------------------------------------------ calls

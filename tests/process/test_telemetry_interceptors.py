@@ -14,70 +14,22 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
+from headrace.errors import DeadlineError, InvalidRequestError, NotReadyError, RequestFailedError
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
 from headrace.rpc.client.interceptors import ClientSpans, client_interceptors
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
 from headrace.telemetry.rpc import suppress_tracing
-from headrace_protos import headrace_pb2, inference_pb2
 from tests.support.listening import listening
 from tests.support.measured import Measured
+from tests.support.methods import KINDS, METHODS, Methods, answers_of, open_call
 from tests.waiting import until
 
-_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-_TEXT = headrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
-_LOG = headrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
-# The declared methods.
-METHODS = {
-    "unary": f"{_INFERENCE}/ModelInfer",
-    "stream": f"{_TEXT}/Generate",
-    "bidi": f"{_INFERENCE}/ModelStreamInfer",
-    "written": f"{_LOG}/Query",
-}
-KINDS = tuple(METHODS)
 # A unary call without grpc.aio's interceptors, which is no call object.
 PLAIN = "plain"
-METHODS[PLAIN] = METHODS["unary"]
+PATHS = {**METHODS, PLAIN: METHODS["unary"]}
 FOREVER = 3600
-
-
-class Methods(grpc.GenericRpcHandler):
-    """A method of every kind; each answers once, then `then` runs."""
-
-    def __init__(self):
-        self.then = None
-        self.answered = asyncio.Event()
-
-    def service(self, handler_call_details):
-        async def unary(request, context):
-            self.answered.set()
-            await self.then(context)
-            return request
-
-        async def stream(request, context):
-            yield request
-            self.answered.set()
-            await self.then(context)
-
-        async def bidi(requests, context):
-            async for request in requests:
-                yield request
-                self.answered.set()
-                await self.then(context)
-
-        async def written(request, context):
-            await context.write(request)
-            self.answered.set()
-            await self.then(context)
-
-        return {
-            f"/{METHODS['unary']}": grpc.unary_unary_rpc_method_handler(unary),
-            f"/{METHODS['stream']}": grpc.unary_stream_rpc_method_handler(stream),
-            f"/{METHODS['bidi']}": grpc.stream_stream_rpc_method_handler(bidi),
-            f"/{METHODS['written']}": grpc.unary_stream_rpc_method_handler(written),
-        }.get(handler_call_details.method)
 
 
 class Bench:
@@ -91,20 +43,10 @@ class Bench:
         self.target = target
         self.plain = plain
 
-    def open(self, kind, **options):
-        """The call object of a new call."""
-        method = f"/{METHODS[kind]}"
-        if kind == "unary":
-            return self.channel.unary_unary(method)(b"x", **options)
-        if kind == "bidi":
-            return self.channel.stream_stream(method)(iter([b"x"]), **options)
-        return self.channel.unary_stream(method)(b"x", **options)
-
     async def call(self, kind, **options):
         if kind == PLAIN:
             return [await self.plain(b"x", options.get("timeout"))]
-        call = self.open(kind, **options)
-        return [await call] if kind == "unary" else [response async for response in call]
+        return await answers_of(self.channel, kind, **options)
 
     async def span(self):
         """The server's, where the client has none, once it has ended: later than the client has its answer."""
@@ -139,7 +81,7 @@ async def bench(monkeypatch):
         open_plain_channel(target) as bare,
     ):
         spans = ClientSpans(tracer, measured.meter, streams=False)
-        plain = UnaryMethod(bare, f"/{METHODS[PLAIN]}", "predictor", spans)
+        plain = UnaryMethod(bare, f"/{PATHS[PLAIN]}", "predictor", spans)
         yield Bench(methods, exporter, measured, channel, target, plain)
     # Every call has ended by now, and no span may have ended twice.
     assert len(exporter.get_finished_spans()) <= 2
@@ -165,9 +107,9 @@ async def hangs(context):
 async def check(bench, kind, code, client_error, server_error):
     client, server = await bench.spans()
     for span, in_error in ((client, client_error), (server, server_error)):
-        assert span.name == METHODS[kind]
+        assert span.name == PATHS[kind]
         assert span.attributes["rpc.system.name"] == "grpc"
-        assert span.attributes["rpc.method"] == METHODS[kind]
+        assert span.attributes["rpc.method"] == PATHS[kind]
         assert span.attributes.get("error.type") == (code if in_error else None)
         assert [event.name for event in span.events][-1:] == ([] if kind in ("unary", PLAIN) else ["end"])
         assert span.attributes["rpc.response.status_code"] == code
@@ -175,7 +117,7 @@ async def check(bench, kind, code, client_error, server_error):
     assert client.parent is None
     assert server.parent.span_id == client.context.span_id
     assert server.context.trace_id == client.context.trace_id
-    attributes = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
+    attributes = {"rpc.system.name": "grpc", "rpc.method": PATHS[kind], "rpc.response.status_code": code}
     assert bench.measured.count("rpc.client.call.duration", attributes) == 1
     attributes["headrace.protocol"] = "grpc"
     await until(lambda: bench.measured.count("rpc.server.call.duration", attributes) == 1)
@@ -212,19 +154,21 @@ async def test_a_cancelled_task_cancels_its_call(bench, kind):
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_call_that_is_cancelled_unread_ends_both_spans(bench, kind):
     bench.methods.then = hangs
-    call = bench.open(kind)
+    call = open_call(bench.channel, kind)
     await bench.methods.answered.wait()
     call.cancel()
     del call
     await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
 
 
-@pytest.mark.parametrize("kind", ["unary", "bidi"])
-async def test_a_missing_hop_gives_only_a_client_span(bench, kind):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_missing_hop_is_not_ready_and_gives_only_a_client_span(bench, kind):
+    """No hop counts as broken: the call reached none, so it cannot have broken one."""
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         bench.channel = channel
-        with pytest.raises(Exception, match="no predictor is ready"):
+        with pytest.raises(NotReadyError, match="no predictor is ready") as caught:
             await bench.call(kind)
+    assert caught.value.hop == "predictor"
     [span] = bench.exporter.get_finished_spans()
     assert span.attributes["rpc.response.status_code"] == "UNAVAILABLE"
     assert span.status.status_code is SpanStatus.ERROR

@@ -20,6 +20,7 @@ from headrace_transformer.generation import recording
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.status import code_of
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
 from tests.waiting import until
@@ -93,9 +94,7 @@ async def test_without_any_server_models_are_not_ready_instead_of_unknown():
     async with transformer("127.0.0.1:9", TEXT, ready=False, wait_s=0.2) as (stub, catalogue):
         assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
         for name in ("ids", "nobody"):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(text_request(name, "Once"))
-            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert await code_of(stub.ModelInfer(text_request(name, "Once"))) is grpc.StatusCode.UNAVAILABLE
         assert not catalogue.ready
 
 

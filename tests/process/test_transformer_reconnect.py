@@ -15,6 +15,7 @@ from headrace_transformer.generation import resume_ids
 from tests.support.events import read_events
 from tests.support.full import usually
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, serving
+from tests.support.status import code_of
 from tests.support.transformer_fixtures import transformer
 
 STORY = "Once upon a time there was a little mill — “an old one”, said the miller — by the river."
@@ -111,8 +112,7 @@ def ordered(received):
 @pytest.mark.parametrize("shape", usually(("chat with usage", "logprobs", "echo"), SHAPES))
 async def test_after_each_event_the_other_transformer_sends_exactly_the_rest(answer, shape):
     method, body = SHAPES[shape]
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor) as (first, second):
         whole = await events(first, method, body, ACCEPT)
         assert whole[-1].data == "[DONE]"
@@ -126,8 +126,7 @@ async def test_after_each_event_the_other_transformer_sends_exactly_the_rest(ans
 
 
 async def test_events_have_ids_for_clients_that_ask_for_events_and_for_one_answer(answer):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor) as (stub, _):
         for body, headers, have_ids in (
             (BODY, [ACCEPT], True),
@@ -145,8 +144,7 @@ async def test_events_have_ids_for_clients_that_ask_for_events_and_for_one_answe
 
 
 async def test_wrong_ids_are_refused_at_once(answer, monkeypatch):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor) as (first, second):
         [one, *_] = await events(first, "Completions", BODY, ACCEPT)
         for body, id, text in (
@@ -166,8 +164,7 @@ async def test_wrong_ids_are_refused_at_once(answer, monkeypatch):
 
 
 async def test_other_weights_never_continue_an_answer(answer):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor, wait_s=0.3) as (first, second):
         one = (await events(first, "Completions", BODY, ACCEPT))[3]
         predictor.fingerprint = NEW
@@ -184,8 +181,8 @@ async def test_other_weights_never_continue_an_answer(answer):
 
 
 async def test_of_several_predictors_the_one_with_the_old_weights_continues(answer):
-    old, new = ScriptedPredictor(answer=answer), ScriptedPredictor(answer=answer[::-1])
-    old.fingerprint, new.fingerprint = OLD, NEW
+    old = ScriptedPredictor(answer=answer, fingerprint=OLD)
+    new = ScriptedPredictor(answer=answer[::-1], fingerprint=NEW)
     async with two_transformers(old, new) as stubs:
         number = 0
         while number < 6 or not (old.calls and new.calls):  # Each request goes to either.
@@ -201,9 +198,8 @@ async def test_behind_a_route_the_model_that_answered_continues_and_a_key_keeps_
     routes.write_text("either: {split: [{model: a, weight: 1}, {model: b, weight: 1}]}")
     predictors = []
     for name, tokens, fingerprint in (("a", answer, OLD), ("b", answer[::-1], NEW)):
-        predictors.append(ServesOne(answer=tokens, models=("a", "b")))
+        predictors.append(ServesOne(answer=tokens, models=("a", "b"), fingerprint=fingerprint))
         predictors[-1].served = name
-        predictors[-1].fingerprint = fingerprint
     method, body = "Completions", BODY | {"model": "either"}
     models = "a=models/storyteller,b=models/storyteller"
     async with AsyncExitStack() as running:
@@ -228,8 +224,7 @@ async def test_behind_a_route_the_model_that_answered_continues_and_a_key_keeps_
 
 
 async def test_a_key_gives_a_repeated_request_the_seed_and_the_id_of_the_first(answer):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     body = BODY | {"stream": False, "n": 2, "prompt": ["a", "a"]}
 
     async def sent(stub, body, *headers):
@@ -274,8 +269,7 @@ async def generated(stub, metadata=(), **fields):
     ],
 )
 async def test_generate_continues_after_each_response(answer, fields):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor) as (first, second):
         whole = await generated(first, request_id="one", **fields)
         for count in range(1, len(whole) + 1):
@@ -296,14 +290,11 @@ def joined(responses):
 
 
 async def test_generate_refuses_wrong_ids_and_takes_keys(answer):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
+    predictor = ScriptedPredictor(answer=answer, fingerprint=OLD)
     async with two_transformers(predictor) as (first, second):
         [one, *_] = await generated(first)
         for fields in ({"resume_from": "x"}, {"resume_from": one.resume_id, "top_k": 3}):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await generated(second, **fields)
-            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await code_of(generated(second, **fields)) is grpc.StatusCode.INVALID_ARGUMENT
         for stub in (first, second):
             await generated(stub, (("idempotency-key", "k"),))
         seeds = [orjson.loads(call.request.sampling)["seed"] for call in predictor.calls]

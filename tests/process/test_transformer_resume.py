@@ -557,12 +557,9 @@ async def test_a_foreign_predictor_may_be_silent():
 @asynccontextmanager
 async def hedging(*scripts, silence_limit_s=2.0):
     """A generator with links to predictors with the same weights."""
-    predictors = [ScriptedPredictor(*script) for script in scripts]
+    predictors = [ScriptedPredictor(*script, fingerprint="a") for script in scripts]
     async with AsyncExitStack() as stack:
-        addresses = []
-        for predictor in predictors:
-            predictor.fingerprint = "a"
-            addresses.append(await stack.enter_async_context(serving(predictor)))
+        addresses = [await stack.enter_async_context(serving(predictor)) for predictor in predictors]
         client, links = await stack.enter_async_context(linked(*addresses, silence_limit_s=silence_limit_s))
         await until(lambda: sum(bool(link.loads) for link in links._links.values()) == len(predictors))
         yield Resuming(predictors[0], client, links), predictors

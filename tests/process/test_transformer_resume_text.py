@@ -12,6 +12,7 @@ from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
 from headrace.oip.tensors import decode_outputs
 from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, raises, serving
+from tests.support.status import code_of
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
 from tests.waiting import until
@@ -124,9 +125,7 @@ async def test_a_request_for_an_unknown_model_does_not_wait(answer):
     predictor = ScriptedPredictor(answer=answer)
     async with serving(predictor) as address, transformer(address, TELLER) as (stub, catalogue):
         for name in ("nobody", MODEL):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(text_request(name, "Tell me"))
-            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+            assert await code_of(stub.ModelInfer(text_request(name, "Tell me"))) is grpc.StatusCode.NOT_FOUND
             predictor.state = ""
             await until(lambda: not catalogue.lists(MODEL))
 

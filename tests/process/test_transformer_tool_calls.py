@@ -88,8 +88,7 @@ class Stack:
 
 @asynccontextmanager
 async def stack(folder):
-    predictor = ScriptedPredictor()
-    predictor.fingerprint = FINGERPRINT
+    predictor = ScriptedPredictor(fingerprint=FINGERPRINT)
     async with (
         serving(predictor) as address,
         transformer(address, f"{MODEL}={folder}", replicas=(address,)) as (stub, _),

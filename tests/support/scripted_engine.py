@@ -8,7 +8,8 @@ request has answered, what happens next.
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -240,3 +241,10 @@ class ScriptedEngine:
             names = [f"token_id:{token_id}" for token_id in ids]
             choice["logprobs"] = {"tokens": names, "token_logprobs": scores, "top_logprobs": tops}
         return choice
+
+
+@asynccontextmanager
+async def scripted_engines(folder: str, *kinds: str) -> AsyncIterator[list[ScriptedEngine]]:
+    """An engine of each kind; those of the same kind give the same answers."""
+    async with AsyncExitStack() as running:
+        yield [await running.enter_async_context(ScriptedEngine(folder, kind)) for kind in kinds]

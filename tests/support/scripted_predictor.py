@@ -51,14 +51,14 @@ class Call:
 
 
 class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
-    def __init__(self, *script, answer=ANSWER, models=(MODEL,)):
+    def __init__(self, *script, answer=ANSWER, models=(MODEL,), fingerprint=""):
         self.models = models
         self.script = deque(script)
         self.answer = list(answer)
         self.calls = []
         self.is_ready = True
         self.state = "READY"
-        self.fingerprint = ""  # That of the weights of later answers.
+        self.fingerprint = fingerprint  # That of the weights of later answers.
         self.announced = None  # The fingerprint in the reports of its load, if it differs.
         self.has_model = True
         self.is_mute = False  # Its connections send no heartbeats.

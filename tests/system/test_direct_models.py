@@ -9,6 +9,7 @@ import pytest_asyncio
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.status import code_of
 from tests.system.calls import channel, hop_of, query, records, text_request, until_direct
 
 MODELS = "storyteller=models/storyteller,identity=models/identity,quiet=models/identity,summary=models/identity"
@@ -89,9 +90,7 @@ async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):
     async with channel(stack.gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
         await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="quiet"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ModelInfer(request("quiet"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await code_of(stub.ModelInfer(request("quiet"))) is grpc.StatusCode.NOT_FOUND
         await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="quiet"))
         assert numbers_of(await stub.ModelInfer(request("quiet"))) == [[1, 2, 3]]
 

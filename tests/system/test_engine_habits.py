@@ -5,7 +5,7 @@ import json
 import pytest
 import pytest_asyncio
 
-from tests.support.scripted_engine import BOM, ScriptedEngine, event
+from tests.support.scripted_engine import BOM, event, scripted_engines
 from tests.system.calls import rest
 from tests.system.test_engines import CHAT, FOLDER, TOKENS, events_of, fails_once, lists, texts_of
 from tests.waiting import until
@@ -25,12 +25,8 @@ HABITS = {
 @pytest_asyncio.fixture(scope="module")
 async def engines():
     """Two that give token ids, two that say nothing but a name, and two of text-generation-inference."""
-    made = [ScriptedEngine(FOLDER, kind) for kind in ("vllm", "vllm", "", "", "tgi", "tgi")]
-    for engine in made:
-        await engine.start()
-    yield made
-    for engine in made:
-        await engine.stop()
+    async with scripted_engines(FOLDER, "vllm", "vllm", "", "", "tgi", "tgi") as made:
+        yield made
 
 
 @pytest_asyncio.fixture(scope="module")

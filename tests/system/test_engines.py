@@ -10,7 +10,7 @@ import pytest_asyncio
 from headrace_protos.inference_pb2 import ModelStatisticsRequest
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.full import FULL, usually
-from tests.support.scripted_engine import CLOSE, END, ERROR, HALF, JUNK, NO_DONE, STALL, ScriptedEngine, answers
+from tests.support.scripted_engine import CLOSE, END, ERROR, HALF, JUNK, NO_DONE, STALL, answers, scripted_engines
 from tests.system.calls import records, rest
 from tests.waiting import until
 
@@ -27,17 +27,8 @@ SETTINGS = {"TRANSFORMER_SILENCE_LIMIT": "2", "TRANSFORMER_PREDICTOR_START_WAIT"
 @pytest_asyncio.fixture(scope="module")
 async def engines():
     """Two that give token ids, and two that do not; each pair gives the same answers."""
-    made = [
-        ScriptedEngine(FOLDER),
-        ScriptedEngine(FOLDER),
-        ScriptedEngine(FOLDER, "other"),
-        ScriptedEngine(FOLDER, "other"),
-    ]
-    for engine in made:
-        await engine.start()
-    yield made
-    for engine in made:
-        await engine.stop()
+    async with scripted_engines(FOLDER, "vllm", "vllm", "other", "other") as made:
+        yield made
 
 
 @pytest_asyncio.fixture(scope="module")

@@ -7,29 +7,16 @@ import pytest
 from headrace_logger.export import shapes
 from headrace_logger.export.shapes import Trace, dataset_row, example
 from headrace_protos import headrace_pb2 as pb
+from tests.unit.test_replay import record as logged
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "où?"}]
 
 
 def record(**changes):
-    """A recorded answer of three tokens, as the transformer records it, with changes; None leaves a field out."""
-    fields = {
-        "record_id": "019a0000-0000-7000-8000-000000000001",
-        "request_id": "mine",
-        "model": "storyteller",
-        "protocol": "headrace.v1.TextGeneration/Generate",
-        "prompt": "Once",
-        "prompt_kind": "text",
-        "prompt_ids": [5, 6],
-        "sampling": '{"seed":7,"max_tokens":20}',
-        "chunks": [pb.PayloadChunk(text=" upon", token_ids=[1]), pb.PayloadChunk(text=" a time", token_ids=[2, 3])],
-        "finish_reason": "stop",
-        "status": "OK",
-        "usage": pb.Usage(prompt_tokens=2, completion_tokens=3),
-        "ttft_ms": 10.0,
-        "engine_ms": 5.0,
-    }
-    return pb.PayloadRecord(**{name: value for name, value in (fields | changes).items() if value is not None})
+    """A recorded answer of three tokens, without the whole text that a redacted one has; None leaves a field out."""
+    chunks = [pb.PayloadChunk(text=" upon", token_ids=[1]), pb.PayloadChunk(text=" a time", token_ids=[2, 3])]
+    usage = pb.Usage(prompt_tokens=2, completion_tokens=3)
+    return logged(**{"chunks": chunks, "text": None, "usage": usage, "parameters": None} | changes)
 
 
 def chat(**changes):
