@@ -1,6 +1,6 @@
 """The compiled steps of recurrent layers give what transformers' own give, and each row what it has alone."""
 
-from inspect import unwrap
+from inspect import signature, unwrap
 
 import pytest
 import torch
@@ -172,3 +172,12 @@ def test_what_a_compiled_step_does_not_support_is_computed_by_transformers():
     assert step(*arguments) is None
     _, step, arguments, _ = _convolution(torch.float32, has_more=True)
     assert step(*arguments[:-1], "gelu") is None
+
+
+def test_a_step_takes_what_transformers_takes():
+    for name, step in ours._STEPS.items():
+        for module in (granite, mamba, qwen):
+            if (own := getattr(module, name, None)) is not None:
+                theirs, taken = signature(unwrap(own)).parameters, signature(step).parameters
+                optional = [key for key, one in theirs.items() if one.default is not one.empty]
+                assert not [key for key in optional if key in taken and taken[key].default is taken[key].empty]

@@ -55,7 +55,9 @@ def _either(step: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., 
     return compute
 
 
-def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
+def convolve(
+    x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor | None:
     """The outputs [rows, channels, 1] for inputs of that shape; states and `weight` are [..., channels, taps]."""
     rows, channels, ids = x.shape
     parameters = [weight] if bias is None else [weight, bias]
