@@ -5,9 +5,9 @@ The formulas are those of transformers: `causal_conv1d_update`, `mamba2_selectiv
 state that stays in the cache takes less time than transformers' products of chunks. Intermediate results are not
 rounded to bfloat16. Rows are computed separately and always in the same order.
 
-Tensors come as addresses. `inputs`, `parameters` and `stored` are empty arrays: their types are those of the inputs and
-outputs, of the model's parameters, and of the states. A stride is that of a row, in numbers; states, parameters and
-outputs are contiguous. The states are changed in place.
+Tensors come as addresses, or as `places`: see `_at`. `inputs`, `parameters` and `stored` are empty arrays: their types
+are those of the inputs and outputs, of the model's parameters, and of the states. A stride is in numbers; states,
+parameters and outputs are contiguous. The states are changed in place.
 """
 
 from collections.abc import Callable
@@ -162,19 +162,8 @@ def state_space(
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
 def selective(
-    rows: Any,
-    channels: Any,
-    n: Any,
-    x: Any,
-    stride: Any,
-    times: Any,
-    time_stride: Any,
-    keys: Any,
-    key_stride: Any,
-    queries: Any,
-    query_stride: Any,
-    gates: Any,
-    gate_stride: Any,
+    shape: Any,
+    places: Any,
     rates: Any,
     biases: Any,
     skip: Any,
@@ -184,29 +173,31 @@ def selective(
     parameters: Any,
     stored: Any,
 ) -> None:
-    """The step of Mamba, whose channels have n decays each; the outputs are multiplied by the swish of `gates`.
+    """The step of Mamba, whose channels have n decays each; the outputs are multiplied by the swish of the gates.
 
-    Inputs, time steps, gates and outputs are [rows, channels], keys and queries [rows, n], states [rows, channels, n],
-    `rates` float32 [channels, n] and `biases` float32 [channels], `skip` [channels].
+    `shape`: rows, channels, n. `places` of inputs and time steps [rows, channels], keys and queries [rows, n] and
+    gates, like which outputs are, [rows, channels]. States [rows, channels, n], `rates` float32 [channels, n] and
+    `biases` float32 [channels], `skip` [channels].
     """
-    floats, bytes_ = np.empty(0, np.float32), inputs.itemsize
+    rows, channels, n = shape
+    floats = np.empty(0, np.float32)
     own_rates, own_biases = array_at(rates, (channels, n), floats), array_at(biases, (channels,), floats)
     own_skip, outputs = array_at(skip, (channels,), parameters), array_at(out, (rows, channels), inputs)
     all_states = array_at(states, (rows, channels, n), stored)
     for part in prange(rows * channels):
         row, c = part // channels, part % channels
-        new = widen(array_at(x + row * stride * bytes_, (channels,), inputs)[c])
-        gate = widen(array_at(gates + row * gate_stride * bytes_, (channels,), inputs)[c])
-        time = array_at(times + row * time_stride * bytes_, (channels,), inputs)
-        key = array_at(keys + row * key_stride * bytes_, (n,), inputs)
-        query = array_at(queries + row * query_stride * bytes_, (n,), inputs)
-        delta = _softplus(widen(time[c]) + own_biases[c])
+        new = widen(array_at(_at(places, 0, row, 0, inputs), (channels,), inputs)[c])
+        time = array_at(_at(places, 1, row, 0, inputs), (channels,), inputs)[c]
+        key = array_at(_at(places, 2, row, 0, inputs), (n,), inputs)
+        query = array_at(_at(places, 3, row, 0, inputs), (n,), inputs)
+        gate = widen(array_at(_at(places, 4, row, 0, inputs), (channels,), inputs)[c])
+        delta = _softplus(widen(time) + own_biases[c])
         state, rate, added, total = all_states[row, c], own_rates[c], delta * new, new * widen(own_skip[c])
         for i in range(n):
             changed = widen(state[i]) * _exp(delta * rate[i]) + added * widen(key[i])
             state[i] = narrow(changed, state[i])
             total += changed * widen(query[i])
-        outputs[row, c] = narrow(total * _swish(gate), time[c])
+        outputs[row, c] = narrow(total * _swish(gate), time)
 
 
 @njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]

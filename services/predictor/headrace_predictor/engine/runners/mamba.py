@@ -185,10 +185,9 @@ def update_selective(
         return None
     out, biases = torch.empty(x.shape, dtype=x.dtype), dt_bias.float()
     recurrent.run(
-        *(recurrent.selective, states.numel(), *states.shape),
-        *(number for one in (x, times, keys, queries, z) for number in (one.data_ptr(), one.stride(0))),
-        *(rates.data_ptr(), biases.data_ptr(), skip.data_ptr()),
-        *(states.data_ptr(), out.data_ptr(), _TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
+        *(recurrent.selective, states.numel(), tuple(states.shape), _places(x, times, keys, queries, z)),
+        *(rates.data_ptr(), biases.data_ptr(), skip.data_ptr(), states.data_ptr(), out.data_ptr()),
+        *(_TYPES[x.dtype], _TYPES[skip.dtype], _TYPES[states.dtype]),
     )
     return out
 
@@ -282,5 +281,5 @@ def _have_types(rates: Tensor, skip: Tensor, biases: Tensor, states: Tensor) -> 
 
 
 def _places(*tensors: Tensor) -> Any:
-    """The address of each tensor [rows, ids, ...] and its strides: int64 [tensors, 3]."""
+    """The address of each tensor [rows, ids, ...], or [rows, numbers], and its strides: int64 [tensors, 3]."""
     return np.array([(one.data_ptr(), *one.stride()[:2]) for one in tensors], np.int64)
