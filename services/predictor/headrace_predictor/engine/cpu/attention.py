@@ -16,7 +16,7 @@ a slot of each. The output [T, query heads, value size]. table int32 [sequences,
 being ends - 1 if keys are written; both ascend along the tokens of a sequence. Values at or beyond a tile's end are
 never read.
 
-Where queries and cache are bfloat16 and the processor multiplies matrices of it (AMX), queries, after their rotation
+Where queries and cache are bfloat16 and the processor multiplies it (AMX, AVX512_BF16), queries, after their rotation
 and scaling, and weights, before the division by their sum, are rounded to bfloat16 (pairs.py); sums stay float32. Else
 all is float32.
 

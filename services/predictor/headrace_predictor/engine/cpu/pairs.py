@@ -10,6 +10,7 @@ A tile of AMX is 16 rows of 64 bytes. Each call configures the tiles of its thre
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -26,6 +27,7 @@ PANEL_COLUMNS = 32  # Of `write_products` and `add_products`.
 _LANES = 16
 _TILE = 16  # Rows of a tile.
 TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
+_VECTOR_ROWS = 8  # … by the instruction for vectors.
 _SOON = 1024  # Bytes that few rows read before those that they fetch.
 
 _SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
@@ -117,9 +119,9 @@ def _fetch(builder: Any, address: Any, cache: int) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def product_type(typing_context: Any, numbers: Any, stored: Any) -> Any:
-    """Zero of bfloat16's type if both arrays have it and the processor multiplies its matrices, else of float32."""
+    """Zero of bfloat16's type if both arrays have it and the processor multiplies it, else of float32."""
     both = numbers.dtype == stored.dtype == types.uint16
-    result = types.uint16 if HAS_MATRICES and both else types.float32
+    result = types.uint16 if HAS_BF16 and both else types.float32
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.get_constant(result, 0)
@@ -171,13 +173,16 @@ def _products(is_new: bool) -> Any:
             )
             steps = builder.udiv(halves, _SIZE(STEP // 2))
 
-            def add(row: Any, tiles: int) -> None:
+            def add(row: Any, number: int, emit: Callable[..., None]) -> None:
                 with cgutils.for_range_slice(builder, _SIZE(0), panels, _SIZE(1), _SIZE) as (panel, _):
                     own = right.at(builder, builder.mul(panel, halves))
                     target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
-                    add_tiles(builder, tiles, 2, steps, left.at(builder, row), own, target, is_new=is_new)
+                    emit(builder, number, 2, steps, left.at(builder, row), own, target, is_new=is_new)
 
-            with_tiles(builder, count, add)
+            if HAS_MATRICES:
+                with_tiles(builder, count, partial(add, emit=add_tiles))
+            else:
+                _with_rows(builder, count, partial(add, emit=partial(add_vectors, fetches=False)))
             return context.get_dummy_value()
 
         return types.void(weights, pairs, sums), generate
@@ -185,7 +190,7 @@ def _products(is_new: bool) -> Any:
     return compute
 
 
-# By AMX. Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32
+# Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32
 # [q, m]; rows are contiguous.
 write_products, add_products = _products(is_new=True), _products(is_new=False)
 
@@ -216,6 +221,16 @@ def with_tiles(builder: Any, rows: Any, emit: Callable[[Any, int], None]) -> Non
             with one:
                 emit(row, 1)
     _call(builder, "llvm.x86.tilerelease")
+
+
+def _with_rows(builder: Any, rows: Any, emit: Callable[[Any, int], None]) -> None:
+    """Emits code for so many rows, _VECTOR_ROWS at once: `emit` gets the first row and the number of rows."""
+    rest = builder.urem(rows, _SIZE(_VECTOR_ROWS))
+    with cgutils.for_range_slice(builder, _SIZE(0), builder.sub(rows, rest), _SIZE(_VECTOR_ROWS), _SIZE) as (row, _):
+        emit(row, _VECTOR_ROWS)
+    for number in range(1, _VECTOR_ROWS):
+        with builder.if_then(builder.icmp_unsigned("==", rest, _SIZE(number))):
+            emit(builder.sub(rows, rest), number)
 
 
 def add_tiles(
@@ -269,17 +284,32 @@ def _call(builder: Any, name: str, *arguments: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def add_vectors(builder: Any, rows: int, vectors: int, steps: Any, left: Rows, right: Rows, out: Rows) -> None:
-    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows."""
+def add_vectors(
+    builder: Any,
+    rows: int,
+    vectors: int,
+    steps: Any,
+    left: Rows,
+    right: Rows,
+    out: Rows,
+    *,
+    fetches: bool = True,
+    is_new: bool = False,
+) -> None:
+    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows; `fetches`: from memory."""
     places = [
         [out.at(builder, _SIZE(i), 64 * v).pointer(builder, _FLOATS) for v in range(vectors)] for i in range(rows)
     ]
-    totals = [[cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in row] for row in places]
+    starts = [
+        [ir.Constant(_FLOATS, [0.0] * _LANES) if is_new else builder.load(place, align=4) for place in row]
+        for row in places
+    ]
+    totals = [[cgutils.alloca_once_value(builder, start) for start in row] for row in starts]
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
         for k in range(STEP // 2):
             pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
             own = [right.at(builder, pair, 64 * v) for v in range(vectors)]
-            for line in own:
+            for line in own if fetches else ():
                 fetch_soon(builder, line.address)
             panel = [builder.load(line.pointer(builder, _INTS), align=4) for line in own]
             for i, row in enumerate(totals):
