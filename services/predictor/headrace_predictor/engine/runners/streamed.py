@@ -149,8 +149,9 @@ class StreamedDecoder:
         self._inner: int = decoder.layers[0].mlp.up_proj.out_features
         self._vocabulary: int = model.lm_head.out_features
         self._angles = RotaryAngles(decoder.rotary_emb, self._head_size)
-        # Tiles add in another order than vectors.
-        self.origin = self._angles.origin + (" tiles" if format_ == "bf16" and pairs.HAS_MATRICES else "")
+        self.origin = self._angles.origin
+        if format_ == "bf16":  # Tiles add in another order than vectors, and in attention floats are not rounded.
+            self.origin += " tiles" if pairs.HAS_MATRICES else " pairs" if pairs.HAS_BF16 else ""
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
             self._set_layer(numbers, layer)
