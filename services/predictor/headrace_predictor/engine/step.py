@@ -9,6 +9,7 @@ run the simplest input is broken, and no request is to blame. Used only by the e
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from headrace.errors import HeadraceError, RequestFailedError
 from headrace.grammars import no_token_error
 from headrace.oip.prompt_scores import PromptLogprobs
+from headrace_predictor.engine.cpu.threads import torch_alone
 from headrace_predictor.engine.faults import is_device_error, is_out_of_memory
 from headrace_predictor.engine.grammar import forbidden_tokens
 from headrace_predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
@@ -25,6 +27,8 @@ from headrace_predictor.engine.sampling.vocabulary import score
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
 logger = logging.getLogger(__name__)
+
+_FEW_TOKENS = 64  # A second thread gains nothing in torch's own operations.
 
 
 class Result(NamedTuple):
@@ -92,7 +96,8 @@ class StepRunner:
 
     def _try(self, rows: list[Row]) -> list[Result]:
         started = time.perf_counter_ns()
-        logits = self._runner.run(rows)
+        with torch_alone() if sum(row.count for row in rows) <= _FEW_TOKENS else nullcontext():
+            logits = self._runner.run(rows)
         self._statistics.forward_ns += time.perf_counter_ns() - started
         sampling = [row for row in rows if row.samples]
         scoring = [row for row in rows if row.scores]

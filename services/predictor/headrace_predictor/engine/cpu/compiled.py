@@ -36,11 +36,12 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
 def run_in_parallel(kernel: Callable[..., None], threads: int, *arguments: Any, alone: bool = False) -> None:
-    """Runs a parallel kernel with `threads` threads, which torch has set, or on the caller's `alone`."""
+    """Runs a parallel kernel with `threads` threads, see `kernel_threads`, or on the caller's `alone`."""
     with _POOL:
+        own = torch.get_num_threads()
         numba.set_num_threads(1 if alone else min(threads, config.NUMBA_NUM_THREADS))
-        if torch.get_num_threads() != threads:  # The first call sets those of OpenMP to all that there are.
-            torch.set_num_threads(threads)
+        if torch.get_num_threads() != own:  # The first call sets those of OpenMP to all that there are.
+            torch.set_num_threads(own)
         kernel(*arguments)
 
 

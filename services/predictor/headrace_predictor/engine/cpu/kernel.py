@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.state.cache import Array, LayerArrays, array_of
 
 try:
@@ -76,7 +77,7 @@ class Attention:
         """
         packed = packed.contiguous()
         cpu_attention.attend(
-            *(torch.get_num_threads(), packed.data_ptr(), packed.stride(0)),
+            *(kernel_threads(), packed.data_ptr(), packed.stride(0)),
             *(*cache, *ranges, self._scale, self._cap, self._bias, self._sinks, output.array),
         )
         return output.tensor

@@ -15,10 +15,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit, prange
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
+from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
@@ -41,7 +41,7 @@ _OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}
 
 def run(kernel: Callable[..., None], numbers: int, *arguments: Any) -> None:
     """Runs a step that changes so many numbers of states: the same code for few as for many."""
-    run_in_parallel(kernel, torch.get_num_threads(), *arguments, alone=numbers < _FEW)
+    run_in_parallel(kernel, kernel_threads(), *arguments, alone=numbers < _FEW)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

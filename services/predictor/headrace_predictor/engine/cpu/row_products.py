@@ -16,6 +16,7 @@ from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.formats import MARKERS, pack
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP
 from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 from headrace_predictor.engine.state.cache import Array
 
@@ -57,7 +58,7 @@ class RowProducts:
         """
         rows = x.contiguous() if x.dtype in _NUMBERS else x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs, dtype=rows.dtype)
-        tokens, threads = x.numel() // self.inputs, torch.get_num_threads()
+        tokens, threads = x.numel() // self.inputs, kernel_threads()
         memory = np.empty(tokens * self._row_bytes, np.uint8)
         if ends is None:
             ends = np.array([tokens])
