@@ -191,6 +191,7 @@ _DELTA = {
 }
 _GEMMA3N = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_TWELVE = {"hidden_size": 96, "num_attention_heads": 12}  # No power of two, so that products with slopes are rounded.
 _BLOCK = {**_DECODER, **_WINDOWS, "query_pre_attn_scalar": 16}
 
 
@@ -247,8 +248,8 @@ def _families() -> Iterator[Family]:
     yield _decoder("Falcon-H1", "falcon_h1", HYBRID, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=16)
     yield _decoder("Falcon Mamba", "falcon_mamba", HYBRID, state_size=8)
     yield _decoder("Falcon 7B", "falcon", PAGED)
-    yield _decoder("Falcon RW", "falcon", PAGED, alibi=True, multi_query=False, bias=True, parallel_attn=False)
-    yield _decoder("MPT", "mpt", PAGED)
+    yield _decoder("Falcon RW", "falcon", PAGED, alibi=True, multi_query=False, bias=True, parallel_attn=False, **_TWELVE)
+    yield _decoder("MPT", "mpt", PAGED, **_TWELVE)
     yield _decoder("Persimmon", "persimmon", PAGED)
     yield _decoder("StableLM", "stablelm", PAGED)
     yield _decoder("OLMo", "olmo", PAGED)
