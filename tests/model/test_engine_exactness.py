@@ -52,10 +52,10 @@ async def test_the_portable_attention_gives_the_same(architecture, engine_of, mo
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="torch's attention adds up in another order here")
-async def test_answers_of_batched_attention_in_bfloat16_are_those_alone(engine_of):
-    family = next(family for family in FAMILIES if family.name == "Falcon RW")
-    engine = engine_of(family.model().to(torch.bfloat16), dtype="bf16")
-    assert engine.description["runner"] == family.outcome
+@pytest.mark.parametrize("name", usually(("falcon_rw",), [*PAGED]))
+async def test_answers_in_bfloat16_are_those_alone(name, engine_of):
+    engine = engine_of(random_model(name).to(torch.bfloat16), dtype="bf16")
+    assert engine.description["runner"] == "paged"
     alone = [await read_all(submit(engine, request(str(i), prompt, 33))) for i, prompt in enumerate(PROMPTS)]
     together = [submit(engine, request(str(i), prompt, 33)) for i, prompt in enumerate(PROMPTS)]
     assert [await read_all(slot) for slot in together] == alone

@@ -29,9 +29,13 @@ def page_own_attention(model: Any, context: int) -> bool:
         setattr(layer, name, MethodType(_either(getattr(type(layer), name), paged), layer))
     if layers:
         _share(layers, model.base_model, context)
-        # transformers' own refuses a class without the interface.
-        model.set_attn_implementation = lambda name: setattr(model.config, "_attn_implementation", name)
+        model.set_attn_implementation = MethodType(_set_function, model)
     return bool(layers)
+
+
+def _set_function(model: Any, name: Any) -> None:
+    """In place of transformers' own, which refuses a class without the interface."""
+    model.config._attn_implementation = name
 
 
 def _either(own: Any, paged: Any) -> Any:
