@@ -248,7 +248,8 @@ def _families() -> Iterator[Family]:
     yield _decoder("Falcon-H1", "falcon_h1", HYBRID, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=16)
     yield _decoder("Falcon Mamba", "falcon_mamba", HYBRID, state_size=8)
     yield _decoder("Falcon 7B", "falcon", PAGED)
-    yield _decoder("Falcon RW", "falcon", PAGED, alibi=True, multi_query=False, bias=True, parallel_attn=False, **_TWELVE)
+    yield _decoder("Falcon RW", "falcon", PAGED, alibi=True, multi_query=False, bias=True, parallel_attn=False,
+                   **_TWELVE)
     yield _decoder("MPT", "mpt", PAGED, **_TWELVE)
     yield _decoder("Persimmon", "persimmon", PAGED)
     yield _decoder("StableLM", "stablelm", PAGED)

@@ -101,12 +101,13 @@ class Prompt:
         other_ends = torch.arange(beside) + 20
         table = ints([*([[9 + i] * 8 for i in range(beside)]), [1, 2, 3, 4, 5, 6, 7, 8]])
         ends = torch.cat((other_ends, ends)).int()
-        bias = torch.randn(query_heads, 260 if self.by_position else self.biases, generator=torch.Generator().manual_seed(2))
+        biases = 260 if self.by_position else self.biases
+        bias = torch.randn(query_heads, biases, generator=torch.Generator().manual_seed(2))
         firsts = (ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends)
         output = attend(
             *(cache, (table, ints([*range(beside), *[beside] * (end - first)]), firsts, ends)),
             *(torch.cat((others, packed)), query_heads, self.size**-0.5),
-            bias=bias if self.biases else None,
+            bias=bias if biases else None,
             by_position=self.by_position,
             cap=self.cap,
             sinks=torch.randn(query_heads, generator=torch.Generator().manual_seed(4)) if self.has_sinks else None,

@@ -121,7 +121,9 @@ class Steps:
 # Grouped queries with norms of heads; a window; biases; layers of transformers, with caps, sinks, unlike sizes, chunks,
 # and biases of scores by position and by distance.
 @pytest.mark.parametrize("page", usually((32,), [32, 256]))
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "bloom", "mpt"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "bloom", "mpt"]
+)
 def test_random_steps_have_the_logits_of_the_cpu_s_path(family, page, monkeypatch):
     if page != cache.BLOCK_TOKENS:
         for module in cache, attention, paged:

@@ -243,7 +243,7 @@ def paged_attention(
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """Output [1, T, heads, value size] of a layer with `layer_idx` and `reach`, for queries [1, heads, T, head size]."""
+    """Output [1, T, heads, value size] for queries [1, heads, T, head size]; the module has `layer_idx` and `reach`."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     # Not `sliding_window`: some families only have the mask.
     plan, layer, reach = current_plan(), module.layer_idx, module.reach
@@ -293,9 +293,7 @@ def _attend_in_copies(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def attend_rows(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, ends: Tensor
-) -> Tensor:
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, ends: Tensor) -> Tensor:
     """Output [rows, heads, n, value size] for queries [rows, heads, n, head size], with copies of blocks.
 
     `ends` [rows, n]: the position after each query's own.

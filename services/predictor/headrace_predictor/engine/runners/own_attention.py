@@ -7,7 +7,7 @@ ALiBi is a bias of scores, in the numbers that the model itself computes: by the
 which round it to 16 bits, and by distance in MPT.
 """
 
-import inspect
+import sys
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -57,7 +57,7 @@ def _reach(layer: Any, context: int) -> Reach:
 
 def _share(layers: list[Any], decoder: Any, context: int) -> None:
     """Prepares what the layers of a model have in common."""
-    module: Any = inspect.getmodule(type(layers[0]))
+    module = sys.modules[type(layers[0]).__module__]
     if hasattr(module, "build_alibi_tensor"):
         heads, ones = layers[0].num_heads, torch.ones(1, context, dtype=torch.long, device=decoder.device)
 
@@ -79,28 +79,28 @@ def _give_mask(decoder: Any, given: Any, named: dict[str, Any]) -> tuple[Any, di
 
 
 def _bloom(layer: Any, hidden: Tensor, residual: Tensor, **_: Any) -> tuple[Tensor, None]:
-    parts = layer._reshape(layer.query_key_value(hidden))
-    attended = attend(layer, *parts, Scores(layer.inv_norm_factor, bias=layer.alibi(hidden.dtype), by_position=True))
-    return residual + layer.dense(attended.flatten(2)), None
+    query, key, value = layer._reshape(layer.query_key_value(hidden))
+    scores = Scores(layer.inv_norm_factor, bias=layer.alibi(hidden.dtype), by_position=True)
+    return residual + layer.dense(attend(layer, query, key, value, scores).flatten(2)), None
 
 
 def _mpt(layer: Any, hidden: Tensor, position_bias: Tensor, **_: Any) -> tuple[Tensor, None]:
     packed = layer.Wqkv(hidden)
     if layer.clip_qkv:
         packed = packed.clamp(-layer.clip_qkv, layer.clip_qkv)
-    parts = (part.unflatten(2, (layer.n_heads, -1)).transpose(1, 2) for part in packed.chunk(3, 2))
-    attended = attend(layer, *parts, Scores(layer.softmax_scale, bias=position_bias[:, 0]))
-    return layer.out_proj(attended.flatten(2)), None
+    query, key, value = (part.unflatten(2, (layer.n_heads, -1)).transpose(1, 2) for part in packed.chunk(3, 2))
+    scores = Scores(layer.softmax_scale, bias=position_bias[:, 0])
+    return layer.out_proj(attend(layer, query, key, value, scores).flatten(2)), None
 
 
-def _falcon(layer: Any, hidden: Tensor, alibi: Tensor | None, position_embeddings: Any, **_: Any) -> tuple[Tensor, None]:
+def _falcon(layer: Any, hidden: Tensor, alibi: Any, position_embeddings: Any, **_: Any) -> tuple[Tensor, None]:
     # By key head: the queries, the key and the values. transformers would repeat the last two for each query.
     parts = layer.query_key_value(hidden).unflatten(2, (layer.num_kv_heads, -1, layer.head_dim))
     query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     scores = Scores(layer.inv_norm_factor)
     if alibi is None:
-        query, key = inspect.getmodule(type(layer)).apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key = sys.modules[type(layer).__module__].apply_rotary_pos_emb(query, key, *position_embeddings)
     else:
         scores = scores._replace(bias=layer.alibi(hidden.dtype), by_position=True)
     return layer.dense(attend(layer, query, key, value, scores).flatten(2)), None
