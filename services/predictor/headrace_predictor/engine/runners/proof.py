@@ -148,7 +148,7 @@ class Proof:
 
         def excess() -> float:
             found = self._excess(difference)
-            if found:
+            if found and not has_own:
                 self.tells_positions = True
                 found = self._excess(difference)
             return found
