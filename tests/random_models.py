@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace_predictor.engine.runners.own_attention import page_own_attention
 from headrace_predictor.engine.runners.reach import find_reaches
 from tests.zoo import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-# Decoders that accept an attention function, as families of the zoo.
+# Decoders that accept an attention function, as families of the zoo; the last ones by own_attention.py.
 PAGED = {
     "llama": "Llama 2",
     "opt": "OPT",
@@ -26,6 +27,14 @@ PAGED = {
     "phi3": "Phi 3, Phi 4",
     "gpt_neox": "GPT-NeoX, Pythia",
     "gemma2": "Gemma 2",
+    "bloom": "BLOOM",
+    "mpt": "MPT",
+    "falcon": "Falcon",
+    "falcon_7b": "Falcon 7B",
+    "falcon_rw": "Falcon RW",
+    "gptj": "GPT-J",
+    "gpt_neo": "GPT-Neo",
+    "codegen": "CodeGen",
 }
 # Those of them whose keys depend on the length of the sequence, or whose layers reach less than all of it.
 LIMITED = {
@@ -37,7 +46,6 @@ LIMITED = {
 }
 # Those of other runners, those that ask a cache for positions, and those whose rows are equal except for rounding.
 OTHERS = {
-    "bloom": "BLOOM",
     "gpt_oss": "GPT-OSS",
     "deepseek_v3": "DeepSeek V3, R1, Kimi K2",
     "gemma4": "Gemma 4, text",
@@ -65,7 +73,7 @@ def random_model(architecture: str, seed: int = 0) -> Any:
     """A model of that architecture in float32."""
     model = _FAMILIES[ARCHITECTURES[architecture]].model(seed)
     if architecture in PAGED | LIMITED:
-        find_reaches(model, 256)
+        _ = page_own_attention(model, 256) or find_reaches(model, 256)
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 
 VOCABULARY = 1536
-PAGED, HYBRID, BATCHED, SEQ2SEQ, ROW = RUNNERS = "paged", "hybrid", "batched", "encoder-decoder", "one row"
+PAGED, HYBRID, SEQ2SEQ, ROW = RUNNERS = "paged", "hybrid", "encoder-decoder", "one row"
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DECODER = {
@@ -191,6 +191,7 @@ _DELTA = {
 }
 _GEMMA3N = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
+_TWELVE = {"hidden_size": 96, "num_attention_heads": 12}  # No power of two, so that products with slopes are rounded.
 _BLOCK = {**_DECODER, **_WINDOWS, "query_pre_attn_scalar": 16}
 
 
@@ -236,19 +237,20 @@ def _families() -> Iterator[Family]:
     yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=20,
                    rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.3})
     yield _decoder("GPT-2", "gpt2", PAGED)
-    yield _decoder("GPT-J", "gptj", BATCHED, rotary_dim=8)
-    yield _decoder("GPT-Neo", "gpt_neo", BATCHED, attention_types=[[["global", "local"], 1]], window_size=12)
+    yield _decoder("GPT-J", "gptj", PAGED, rotary_dim=8)
+    yield _decoder("GPT-Neo", "gpt_neo", PAGED, attention_types=[[["global", "local"], 1]], window_size=12)
     yield _decoder("GPT-NeoX, Pythia", "gpt_neox", PAGED)
     yield _decoder("GPTBigCode, StarCoder", "gpt_bigcode", PAGED)
     yield _decoder("GPT-OSS", "gpt_oss", PAGED, **_EXPERTS, **_WINDOWS)
     yield _decoder("OPT", "opt", PAGED, word_embed_proj_dim=64, ffn_dim=128)
-    yield _decoder("BLOOM", "bloom", BATCHED, tie_word_embeddings=False)
-    yield _decoder("Falcon", "falcon", BATCHED, num_kv_heads=2, new_decoder_architecture=True)
+    yield _decoder("BLOOM", "bloom", PAGED, tie_word_embeddings=False)
+    yield _decoder("Falcon", "falcon", PAGED, num_kv_heads=2, new_decoder_architecture=True)
     yield _decoder("Falcon-H1", "falcon_h1", HYBRID, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=16)
     yield _decoder("Falcon Mamba", "falcon_mamba", HYBRID, state_size=8)
-    yield _decoder("Falcon 7B", "falcon", BATCHED)
-    yield _decoder("Falcon RW", "falcon", BATCHED, alibi=True, multi_query=False, bias=True, parallel_attn=False)
-    yield _decoder("MPT", "mpt", BATCHED)
+    yield _decoder("Falcon 7B", "falcon", PAGED)
+    yield _decoder("Falcon RW", "falcon", PAGED, alibi=True, multi_query=False, bias=True, parallel_attn=False,
+                   **_TWELVE)
+    yield _decoder("MPT", "mpt", PAGED, **_TWELVE)
     yield _decoder("Persimmon", "persimmon", PAGED)
     yield _decoder("StableLM", "stablelm", PAGED)
     yield _decoder("OLMo", "olmo", PAGED)
@@ -271,7 +273,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("Command R", "cohere", PAGED)
     yield _decoder("Command R7B, Command A", "cohere2", PAGED, **_WINDOWS)
     yield _decoder("StarCoder2", "starcoder2", PAGED, sliding_window=24)
-    yield _decoder("CodeGen", "codegen", BATCHED, rotary_dim=8)
+    yield _decoder("CodeGen", "codegen", PAGED, rotary_dim=8)
     yield _decoder("EXAONE 4", "exaone4", PAGED, **_WINDOWS)
     yield _decoder("ERNIE 4.5", "ernie4_5", PAGED)
     yield _decoder("Seed-OSS", "seed_oss", PAGED)

@@ -125,11 +125,13 @@ def test_rows_equal_merged_models_and_do_not_depend_on_their_neighbours(architec
     for place in (0, 2, 4, 5) if form != "bfloat16" else ():
         assert torch.equal(logits(runner, numbers, [place])[place], together[place])
     base = logits(runner, [0] * len(numbers))
+    # GPT-Neo's scores have no scale, so that rounding weighs more.
+    tolerance = FORMS[form] * (2 if architecture == "gpt_neo" else 1)
     for number, reference in merged.items():
         expected = logits(runner_of(reference), [0] * len(numbers))
         for place in (place for place, own in enumerate(numbers) if own == number):
             got, wanted = together[place], expected[place]
-            assert (got - wanted).norm() <= FORMS[form] * wanted.norm()
+            assert (got - wanted).norm() <= tolerance * wanted.norm()
             assert number == 0 or (got - base[place]).norm() > 0.1 * base[place].norm()
 
 

@@ -39,12 +39,15 @@ def rms_norm(norm, x):
     return kernel.RmsNorm(norm)(x, Buffer(x.shape, x.dtype))
 
 
-def reference(cache, table, owner, first, end, query, scale):
+def reference(cache, table, owner, first, end, query, scale, bias=None, by_position=False):
     keys, values = cache.read(0, table[owner : owner + 1])
     keys, values = keys[0].float(), values[0].float()
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = torch.einsum("hd,hdt->ht", query.float(), keys)[:, first:end] * scale
+    if bias is not None:
+        places = torch.arange(first, end) - (0 if by_position else end - bias.shape[1])
+        scores += bias[:, places.clamp(min=0)]
     return torch.einsum("ht,htd->hd", scores.softmax(-1), values[:, first:end])
 
 
@@ -56,15 +59,18 @@ def ints(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+@pytest.mark.parametrize(("biases", "by_position"), [(0, False), (40, False), (96, False), (96, True)])
 @pytest.mark.parametrize(("heads", "query_heads"), [(3, 3), (2, 6)])
-def test_it_computes_attention_in_bfloat16(heads, query_heads):
+def test_it_computes_attention_in_bfloat16(heads, query_heads, biases, by_position):
     cache = filled_cache(heads, torch.bfloat16)
     table = ints([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     owners, firsts, ends = [0, 1, 1, 1, 2], [0, 3, 40, 40, 0], [1, 33, 64, 65, 96]
     query = tokens(5, query_heads, torch.bfloat16)
-    output = attend(cache, (table, ints(owners), ints(firsts), ints(ends)), query, query_heads, 0.3)
+    bias = torch.randn(query_heads, biases, generator=torch.Generator().manual_seed(8)) if biases else None
+    ranges = table, ints(owners), ints(firsts), ints(ends)
+    output = attend(cache, ranges, query, query_heads, 0.3, bias=bias, by_position=by_position)
     for i, (owner, first, end) in enumerate(zip(owners, firsts, ends, strict=True)):
-        expected = reference(cache, table, owner, first, end, query[i], 0.3)
+        expected = reference(cache, table, owner, first, end, query[i], 0.3, bias, by_position)
         torch.testing.assert_close(output[i].float(), expected, atol=1e-2, rtol=1e-2)
 
 
@@ -77,7 +83,8 @@ class Prompt:
     heads: int
     group: int
     window: int
-    distances: int
+    biases: int
+    by_position: bool
     start: int
     count: int
     value_size: int
@@ -94,12 +101,14 @@ class Prompt:
         other_ends = torch.arange(beside) + 20
         table = ints([*([[9 + i] * 8 for i in range(beside)]), [1, 2, 3, 4, 5, 6, 7, 8]])
         ends = torch.cat((other_ends, ends)).int()
-        bias = torch.randn(query_heads, self.distances, generator=torch.Generator().manual_seed(2))
+        biases = 260 if self.by_position else self.biases
+        bias = torch.randn(query_heads, biases, generator=torch.Generator().manual_seed(2))
         firsts = (ends - self.window).clamp(min=0) if self.window else torch.zeros_like(ends)
         output = attend(
             *(cache, (table, ints([*range(beside), *[beside] * (end - first)]), firsts, ends)),
             *(torch.cat((others, packed)), query_heads, self.size**-0.5),
-            bias=bias if self.distances else None,
+            bias=bias if biases else None,
+            by_position=self.by_position,
             cap=self.cap,
             sinks=torch.randn(query_heads, generator=torch.Generator().manual_seed(4)) if self.has_sinks else None,
         )
@@ -113,7 +122,8 @@ PROMPTS = st.builds(
     heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 70]),
     window=st.sampled_from([0, 1, 31, 32, 33, 100]),
-    distances=st.sampled_from([0, 0, 1, 40]),
+    biases=st.sampled_from([0, 0, 1, 40]),
+    by_position=st.booleans(),
     start=st.integers(0, 100),
     count=st.integers(1, 150),
     value_size=st.sampled_from([8, 16, 64]),

@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.runners import attention
+from headrace_predictor.engine.runners import attention, own_attention
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.proof import Proof
@@ -52,10 +52,10 @@ async def test_the_portable_attention_gives_the_same(architecture, engine_of, mo
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="torch's attention adds up in another order here")
-async def test_answers_of_batched_attention_in_bfloat16_are_those_alone(engine_of):
-    family = next(family for family in FAMILIES if family.name == "Falcon RW")
-    engine = engine_of(family.model().to(torch.bfloat16), dtype="bf16")
-    assert engine.description["runner"] == family.outcome
+@pytest.mark.parametrize("name", usually(("falcon_rw",), [*PAGED]))
+async def test_answers_in_bfloat16_are_those_alone(name, engine_of):
+    engine = engine_of(random_model(name).to(torch.bfloat16), dtype="bf16")
+    assert engine.description["runner"] == "paged"
     alone = [await read_all(submit(engine, request(str(i), prompt, 33))) for i, prompt in enumerate(PROMPTS)]
     together = [submit(engine, request(str(i), prompt, 33)) for i, prompt in enumerate(PROMPTS)]
     assert [await read_all(slot) for slot in together] == alone
@@ -155,6 +155,7 @@ def of_the_longest(rotary, rows):
         ("gemma3", StepPlan, "firsts", unlimited),
         ("llama4", StepPlan, "firsts", unlimited),
         ("phimoe", StepPlan, "firsts", unlimited),
+        ("gpt_neo", StepPlan, "firsts", unlimited),
         ("phimoe", SequenceRotary, "packed", of_the_longest),
         ("phi3_long", SequenceRotary, "packed", of_the_longest),
         ("llama_long", SequenceRotary, "packed", of_the_longest),
@@ -171,6 +172,21 @@ def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fau
         assert proof_of(model()).of_paged() is None
         monkeypatch.setattr(target, name, fault)
         assert "differ" in (proof_of(model()).of_paged() or "")
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon_rw", "mpt"])
+def test_the_proof_finds_wrong_biases_and_leaves_the_model_its_own_attention(architecture, monkeypatch):
+    def without_bias(layer, query, key, value, scores):
+        return attention.attend(layer, query, key, value, scores._replace(bias=None))
+
+    model, ids = random_model(architecture), torch.tensor([PROMPTS[5]])
+    monkeypatch.setattr(own_attention, "attend", without_bias)
+    with torch.inference_mode():
+        expected = model(ids).logits
+        proof = proof_of(model)
+        assert "differ" in (proof.of_paged() or "")
+        assert torch.equal(model(ids).logits, expected)
+        assert proof.other_runner(6, "")[0].description == "one row"
 
 
 def test_scaled_positions_that_no_runner_computes_are_refused(monkeypatch):

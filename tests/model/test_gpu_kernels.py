@@ -71,9 +71,10 @@ class Step:
 @pytest.mark.parametrize(
     ("heads", "group", "size", "value_size", "page", "kind"),
     [
-        *((2, 2, 16, 16, 32, kind) for kind in ("plain", "window", "cap", "sinks")),
+        *((2, 2, 16, 16, 32, kind) for kind in ("plain", "window", "cap", "sinks", "position")),
         (1, 7, 64, 64, 32, "plain"),
         (2, 1, 24, 16, 32, "window"),
+        (2, 3, 24, 16, 32, "distance"),
         pytest.param(1, 20, 40, 40, 256, "sinks", marks=pytest.mark.full),
     ],
 )
@@ -82,7 +83,9 @@ def test_attention_is_that_of_the_plain_one(heads, group, size, value_size, page
     for is_exact in (False, True):
         step = Step(random, heads, size, value_size, page, dtype, window=21 if kind == "window" else 0)
         sinks = step.random(heads * group) if kind == "sinks" else None
-        scores = Scores(size**-0.5, 5.0 if kind == "cap" else 0.0, sinks)
+        biases = {"position": 200, "distance": 40}
+        bias = step.random(heads * group, biases[kind]).float() if kind in biases else None
+        scores = Scores(size**-0.5, 5.0 if kind == "cap" else 0.0, sinks, bias, by_position=kind == "position")
         queries = step.random(step.total, heads * group + 3, size)[:, 1 : 1 + heads * group]  # Of a wider row.
         arguments = queries, step.keys, step.values, step.tokens, scores
         close(kernels.GpuOperations(is_exact).attend(*arguments), plain.attend(*arguments))

@@ -14,6 +14,7 @@ from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import attention, paged
 from headrace_predictor.engine.runners.gpu_decoder import quantise
 from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.own_attention import page_own_attention
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
 from headrace_predictor.engine.runners.streamed import GPU_INT8, StreamedDecoder
@@ -117,9 +118,12 @@ class Steps:
             self._free += [block for block in one.blocks if not any(block in other.blocks for other in self.running)]
 
 
-# Grouped queries with norms of heads; a window; biases; layers of transformers, with caps, sinks, unlike sizes, chunks.
+# Grouped queries with norms of heads; a window; biases; layers of transformers, with caps, sinks, unlike sizes, chunks,
+# and biases of scores by position and by distance.
 @pytest.mark.parametrize("page", usually((32,), [32, 256]))
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "bloom", "mpt"]
+)
 def test_random_steps_have_the_logits_of_the_cpu_s_path(family, page, monkeypatch):
     if page != cache.BLOCK_TOKENS:
         for module in cache, attention, paged:
@@ -129,7 +133,7 @@ def test_random_steps_have_the_logits_of_the_cpu_s_path(family, page, monkeypatc
     # At greater lengths a difference of rounding changes which expert Llama 4 takes.
     model = random_model(family).to(torch.float64 if family == "llama4" and page > 32 else torch.float32)
     with torch.inference_mode():
-        find_reaches(model, context)
+        _ = page_own_attention(model, context) or find_reaches(model, context)
         runners = [
             PagedRunner(model, cache_shape(model), 60, operations=operations) for operations in (plain_kernels, None)
         ]

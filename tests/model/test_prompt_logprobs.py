@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import InvalidRequestError
 from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
@@ -75,8 +74,7 @@ def most_scored(monkeypatch):
 
         return run_and_count
 
-    for runner in (PagedRunner, BatchedRunner):
-        monkeypatch.setattr(runner, "run", counting(runner.run))
+    monkeypatch.setattr(PagedRunner, "run", counting(PagedRunner.run))
     return counts
 
 

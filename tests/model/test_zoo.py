@@ -25,7 +25,7 @@ from tests.zoo import FAMILIES, Family
 CPU = torch.device("cpu")
 # Of each runner, and those whose attention or memory is special; the others run with FULL=1.
 SLICE = {
-    "Llama 4", "Qwen3-Next", "Gemma 2", "Gemma 4", "Mistral", "Qwen2.5-VL", "GPT-2", "BLOOM", "GPT-OSS",
+    "Llama 4", "Qwen3-Next", "Gemma 2", "Gemma 4", "Mistral", "Qwen2.5-VL", "GPT-2", "BLOOM", "Falcon", "GPT-OSS",
     "DeepSeek V3, R1, Kimi K2", "Mamba", "XLNet", "T5", "BART", "Phi 3, Phi 4 mini: LongRoPE", "Phi 3.5 MoE", "Whisper",
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from tests.support.full import FULL
 FLOATS = {"scale", "cap", "epsilon"}
 SIZES = {("i32", name) for name in ("block_size", "outputs", "inputs", "size")}
 ATTENTION = {"group": 2, "size": 128, "value_size": 128, "page": 32, "width": 128, "value_width": 128}
+ATTENTION["by_position"] = False
 LINEAR = ("tile_rows", "tile_outputs", "tile_inputs", "num_stages")
 
 
@@ -23,8 +24,8 @@ def cases(dtype):
     """Kernels with the types of their arguments, and their constants."""
     pointer = f"*{dtype}"
     attend = dict.fromkeys(("queries", "keys", "values", "sinks"), pointer) | {"totals": "*fp32"}
-    attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32")
-    for rows, lanes, left_out in ((64, 1, {}), (64, 1, {"sinks": None}), (16, 16, {"tiles": None})):
+    attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32") | {"bias": "*fp32"}
+    for rows, lanes, left_out in ((64, 1, {}), (64, 1, {"sinks": None, "bias": None}), (16, 16, {"tiles": None})):
         own = attend | {"out": pointer if lanes == 1 else "*fp32"}
         yield paged_attention._attend, own, ATTENTION | left_out | {"tile_rows": rows, "lanes": lanes}
     joined = {"parts": "*fp32", "totals": "*fp32", "out": pointer}

@@ -20,6 +20,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores
         products = query.float().view(len(key), group, -1) @ key * scores.scale
         if scores.cap:
             products = scores.cap * torch.tanh(products / scores.cap)
+        if scores.bias is not None:
+            n = scores.bias.shape[1]
+            places = [position if scores.by_position else max(0, position - end + n) for position in range(first, end)]
+            products = products + scores.bias[:, places].view(len(key), group, -1)
         if scores.sinks is not None:
             products = torch.cat((products, scores.sinks.float().view(-1, group, 1)), -1)
         weights = products.softmax(-1)[..., : end - first]

@@ -1,9 +1,8 @@
 """Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
-Of five kinds of runners the fastest that supports the model is chosen: paged for decoders that take an attention
-function (see proof.py), hybrid for those with recurrent states, batched for other decoders; encoder-decoder for models
-of that kind; one row at a time for the rest. A model or memory that cannot be served raises StartupError here, with one
-line of text.
+Of four kinds of runners the fastest that supports the model is chosen: paged for decoders that take an attention
+function (see proof.py), hybrid for those with recurrent states; encoder-decoder for models of that kind; one row at a
+time for the rest. A model or memory that cannot be served raises StartupError here, with one line of text.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ all is float32.
 
 Scores: above a cap of 0, a score becomes cap * tanh(score / cap). bias float32 [query heads, n] is added by distance,
 the furthest first; it is constant from distance n - 1 on; [query heads, 0] for none. sinks float32 [query heads] are
-scores of positions without values, which take their share of the weights; [0] for none.
+scores of positions without values, which take their share of the weights; [0] for none. With `by_position` a bias is
+that of the key's position instead.
 
 Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
@@ -164,7 +165,7 @@ def _score(
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, sink: Any) -> Any:
+def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, by_position: Any, sink: Any) -> Any:
     """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum.
 
     `sink` has one number or none; behind the blocks of [first, end) are `_SINK` scores that nothing reads.
@@ -172,13 +173,14 @@ def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, sink: Any) ->
     start, stop = _blocks_of(first, end)
     if cap > 0:
         cap_numbers(scores[start:stop], cap)
-    furthest = len(bias) - 1
-    if furthest >= 0:
-        near = max(first, end - 1 - furthest)
+    if len(bias):
+        skipped = 0 if by_position else end - len(bias)  # Positions before that of the first bias.
+        near = max(first, skipped)
         for t in range(first, near):
             scores[t] += bias[0]
-        for t in range(near, end):
-            scores[t] += bias[t - end + 1 + furthest]
+        reached, own = scores[near:end], bias[near - skipped : end - skipped]
+        for t in range(len(reached)):
+            reached[t] += own[t]
     scores[start:first] = _LOWEST
     scores[end:stop] = _LOWEST
     if len(sink):
@@ -285,6 +287,7 @@ def attend_tile(
     scale: Any,
     cap: Any,
     bias: Any,
+    by_position: Any,
     sinks: Any,
     out: Any,
     heads: Any,
@@ -324,7 +327,7 @@ def attend_tile(
         for i in range(tokens):
             for g in range(group):
                 row, a = i * group + g, h * group + g
-                inverses[row] = _weigh(scores[row], firsts[i], ends[i], cap, bias[a], sinks[a : a + 1])
+                inverses[row] = _weigh(scores[row], firsts[i], ends[i], cap, bias[a], by_position, sinks[a : a + 1])
         sums[:] = _ZERO
         _sum(like, scores, values, value_slot, blocks, firsts, ends, h, memory, sums)
         for i in range(tokens):
@@ -376,6 +379,7 @@ def _attending(loop: Any) -> Any:
         scale: Any,
         cap: Any,
         bias: Any,
+        by_position: Any,
         sinks: Any,
         out: Any,
     ) -> None:
@@ -387,7 +391,8 @@ def _attending(loop: Any) -> Any:
             i, j = work[n, 0], work[n, 1]
             attend_tile(
                 *(packed[i:j], unturned, unturned, keys, values, key_slot, value_slot, table[owners[i]]),
-                *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:], product_type(packed, keys)),
+                *(firsts[i:j], ends[i:j], scale, cap, bias, by_position, sinks, out[i:j], work[n, 2:]),
+                product_type(packed, keys),
             )
 
     return attend

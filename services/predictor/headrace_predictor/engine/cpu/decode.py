@@ -394,6 +394,7 @@ def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
         numbers[SCORE_SCALE],
         np.float32(0),
         array_at(0, (query_heads, 0), _F),
+        False,
         _F,
         array_at(parameters[ATTENDED] + first * query_heads * size * 4, (count, query_heads, size), _F),
         part[2:],

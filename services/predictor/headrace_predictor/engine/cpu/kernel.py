@@ -56,7 +56,8 @@ class Ranges(NamedTuple):
 
 
 class Attention:
-    """Attention with scores of one kind: `bias` float32 [query heads, n], `sinks` [query heads], see attention.py."""
+    """Attention with scores of one kind, see attention.py: `bias` float32 [query heads, n] by distance or
+    `by_position`, `sinks` [query heads]."""
 
     def __init__(
         self,
@@ -65,9 +66,11 @@ class Attention:
         cap: float = 0.0,
         bias: Tensor | None = None,
         sinks: Tensor | None = None,
+        by_position: bool = False,
     ) -> None:
         self._scale, self._cap = np.float32(scale), np.float32(cap)
         self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
+        self._by_position = by_position
         self._sinks = np.empty(0, dtype=np.float32) if sinks is None else sinks.detach().float().numpy()
 
     def __call__(self, cache: LayerArrays, ranges: Ranges, packed: Tensor, output: Buffer) -> Tensor:
@@ -78,7 +81,8 @@ class Attention:
         packed = packed.contiguous()
         cpu_attention.attend(
             *(kernel_threads(), packed.data_ptr(), packed.stride(0)),
-            *(*cache, *ranges, self._scale, self._cap, self._bias, self._sinks, output.array),
+            *(*cache, *ranges, self._scale, self._cap, self._bias, self._by_position),
+            *(self._sinks, output.array),
         )
         return output.tensor
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 INT8_BLOCK = 128  # Inputs that share a scale, as on the CPU.
@@ -22,11 +23,26 @@ class Matrix(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How attention weighs: the products' scale, the cap of scores (0: none), sinks [query heads]."""
+    """How attention weighs: the products' scale, the cap of scores (0: none), sinks [query heads].
+
+    `bias` float32 [query heads, n] is added to a score: by the distance of its key, the furthest first, and constant
+    beyond; or by the key's position, of which there are n at most.
+    """
 
     scale: float
     cap: float = 0.0
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    by_position: bool = False
+
+    def added(self, positions: int, ends: Tensor) -> Tensor | None:
+        """The bias [rows, query heads, tokens, positions] of tokens whose ranges end at `ends` [rows, tokens]."""
+        if self.bias is None:
+            return None
+        last = self.bias.shape[1] - 1
+        skipped = torch.zeros_like(ends) if self.by_position else ends - last - 1
+        places = torch.arange(positions, device=ends.device) - skipped[..., None]
+        return self.bias[:, places.clamp(0, last)].transpose(0, 1)
 
 
 class HeadNorms(NamedTuple):

@@ -26,10 +26,11 @@ _KEYS = tl.constexpr(32)  # At once.
 
 @triton.jit(do_not_specialize=["table_row"])  # It differs from step to step, and each kind would be compiled.
 def _attend(
-    queries, keys, values, table, tiles, firsts, ends, sinks, out, totals,
-    scale, cap, block_size, table_row,
+    queries, keys, values, table, tiles, firsts, ends, sinks, bias, out, totals,
+    scale, cap, block_size, table_row, bias_row,
     group: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr, page: tl.constexpr,
     width: tl.constexpr, value_width: tl.constexpr, tile_rows: tl.constexpr, lanes: tl.constexpr,
+    by_position: tl.constexpr,
 ):  # fmt: skip
     tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tiles is None:
@@ -72,6 +73,10 @@ def _attend(
         score = tl.dot(query, key, input_precision="ieee") * scale
         if cap > 0:
             score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
+        if bias is not None:
+            own = position[None] if by_position else position[None] - end[:, None] + bias_row
+            own = query_head[:, None] * bias_row + tl.minimum(tl.maximum(own, 0), bias_row - 1)
+            score += tl.load(bias + own, mask=is_row[:, None] & is_key[None], other=0.0)
         is_reached = (position[None] >= first[:, None]) & (position[None] < end[:, None]) & is_key[None]
         score = tl.where(is_reached, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
@@ -117,14 +122,15 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores
     count, query_heads, size = queries.shape
     heads, page, value_size = values.shape[1:]
     group, width, value_width = query_heads // heads, *(max(16, next_power_of_2(n)) for n in (size, value_size))
+    bias_row = 0 if scores.bias is None else scores.bias.stride(0)
     out = queries.new_empty(count, query_heads, value_size)
 
     def launch(tiles: Tensor | None, number: int, rows: int, lanes: int, out: Tensor, totals: Tensor | None) -> None:
         _attend[number, heads, lanes](
-            queries, keys, values, tokens.table, tiles, tokens.firsts, tokens.ends, scores.sinks, out, totals,
-            scores.scale, scores.cap, keys.stride(0), tokens.table.stride(0),
+            queries, keys, values, tokens.table, tiles, tokens.firsts, tokens.ends, scores.sinks, scores.bias, out,
+            totals, scores.scale, scores.cap, keys.stride(0), tokens.table.stride(0), bias_row,
             group=group, size=size, value_size=value_size, page=page,
-            width=width, value_width=value_width, tile_rows=rows, lanes=lanes,
+            width=width, value_width=value_width, tile_rows=rows, lanes=lanes, by_position=scores.by_position,
             # What is loaded ahead is in shared memory, of which some GPUs have 99 KiB.
             num_stages=3 if width * queries.itemsize <= _AHEAD_BYTES else 1,
         )  # fmt: skip

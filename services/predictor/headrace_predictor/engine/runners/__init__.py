@@ -1,1 +1,1 @@
-"""How a model runs one step: paged, hybrid, batched, encoder-decoder, one row at a time."""
+"""How a model runs one step: paged, hybrid, encoder-decoder, one row at a time."""

@@ -236,10 +236,15 @@ def paged_attention(
     """Query [1, heads, T, head size] to output [1, T, heads, head size], as the interface requires."""
     if unknown := [name for name in _UNSUPPORTED if others.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap") or 0.0, others.get("s_aux")
     )
+    return attend(module, query, key, value, scores), None
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Output [1, T, heads, value size] for queries [1, heads, T, head size]; the module has `layer_idx` and `reach`."""
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     # Not `sliding_window`: some families only have the mask.
     plan, layer, reach = current_plan(), module.layer_idx, module.reach
     if plan.attend is not None:
@@ -247,9 +252,9 @@ def paged_attention(
         memory = plan.cache.keys[layer], plan.cache.values[layer]  # type: ignore[index]
         output = plan.attend(queries, *memory, plan.tokens(reach), scores)  # type: ignore[arg-type]
     else:
-        attend = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
-        output = attend(plan, layer, reach, queries, keys, values, scores)  # type: ignore[arg-type]
-    return output[None], None
+        compute = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
+        output = compute(plan, layer, reach, queries, keys, values, scores)  # type: ignore[arg-type]
+    return output[None]
 
 
 def _attend_compiled(
@@ -261,9 +266,11 @@ def _attend_compiled(
         packed = torch.cat(parts, dim=1)
     else:
         packed = torch.cat([heads.flatten(1) for heads in parts], dim=1)
-    attend = kernel.Attention(queries.shape[1], scores.scale, scores.cap, sinks=scores.sinks)
+    weigh = kernel.Attention(
+        queries.shape[1], scores.scale, scores.cap, scores.bias, scores.sinks, by_position=scores.by_position
+    )
     output = kernel.Buffer((*queries.shape[:2], values.shape[2]), queries.dtype)
-    return attend(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(output.array.shape)
+    return weigh(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(output.array.shape)
 
 
 def _attend_in_copies(
@@ -275,25 +282,25 @@ def _attend_in_copies(
     if decodes := plan.decodes:
         copies = plan.cache.read(layer, plan.table[:decodes])
         mask = plan.decode_mask(reach)
-        outputs.append(attend_rows(queries[:decodes, :, None], *copies, mask, scores)[:, :, 0])
+        ends = plan.ends[:decodes, None]
+        outputs.append(attend_rows(queries[:decodes, :, None], *copies, mask, scores, ends)[:, :, 0])
     for chunk in plan.chunks:
         blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
         copies = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
-        query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]
-        outputs.append(attend_rows(query, *copies, plan.chunk_mask(chunk, reach), scores)[0].transpose(0, 1))
+        tokens = slice(chunk.at, chunk.at + chunk.count)
+        query, mask = queries[tokens].transpose(0, 1)[None], plan.chunk_mask(chunk, reach)
+        outputs.append(attend_rows(query, *copies, mask, scores, plan.ends[None, tokens])[0].transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def attend_rows(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, bias: Tensor | None = None
-) -> Tensor:
+def attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores, ends: Tensor) -> Tensor:
     """Output [rows, heads, n, value size] for queries [rows, heads, n, head size], with copies of blocks.
 
-    `bias` [rows, heads, n, positions] is added to scores, of rows of one query.
+    `ends` [rows, n]: the position after each query's own.
     """
     rows, heads, count, size = query.shape
     group = heads // keys.shape[1]
-    if count > 1 and not scores.cap and scores.sinks is None:
+    if count > 1 and not scores.cap and scores.sinks is None and scores.bias is None:
         keys = keys.transpose(2, 3)
         if group > 1:
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -304,7 +311,8 @@ def attend_rows(
     weights = products.view(rows, heads, count, -1)
     if scores.cap:
         weights = scores.cap * torch.tanh(weights / scores.cap)
-    weights = (weights if bias is None else weights + bias).masked_fill(~mask, -torch.inf)
+    added = scores.added(keys.shape[-1], ends)
+    weights = (weights if added is None else weights + added).masked_fill(~mask, -torch.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.float()[None, :, None, None].expand(rows, -1, count, 1)
         weights = torch.cat((weights, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -57,7 +57,9 @@ def _layer_shape(config: Any) -> LayerShape:
         # Latent attention stores the keys and values of every head.
         return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     size = _first(config, "head_dim", "d_kv") or (_first(config, "hidden_size", "d_model") or heads) // heads
-    return LayerShape(_first(config, "num_key_value_heads") or heads, size, size)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return LayerShape(1, size, size)  # Falcon 7B, whose number of key heads says nothing.
+    return LayerShape(_first(config, "num_key_value_heads", "num_kv_heads") or heads, size, size)
 
 
 def _first(config: Any, *names: str) -> int | None:

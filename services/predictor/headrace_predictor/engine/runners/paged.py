@@ -1,4 +1,5 @@
-"""Runs any decoder of transformers that takes an attention function: one forward pass for all rows of a step.
+"""Runs any decoder of transformers that takes an attention function, by itself or by own_attention.py: one forward pass
+for all rows of a step.
 
 Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows where one sequence
 ends and the next begins. `proof.py` verifies at load that this is right for the model.

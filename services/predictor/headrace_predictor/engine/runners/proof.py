@@ -23,10 +23,10 @@ from transformers import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
-from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
+from headrace_predictor.engine.runners.own_attention import page_own_attention
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof_conditions import WINDOWS, few_layers, near_limits, repeat_reaches, widened
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
@@ -126,8 +126,10 @@ class Proof:
         self.tells_positions = False
         if recurrent_states(model) is not None:
             return "it has recurrent states"
+        has_own = page_own_attention(model, self._context)
         # Some classes that do not say so take one.
-        if not (getattr(model, "_supports_attention_backend", False) or model._can_set_attn_implementation()):
+        takes = getattr(model, "_supports_attention_backend", False) or model._can_set_attn_implementation()
+        if not (has_own or takes):
             return "it does not take an attention function"
         own = attention_functions(model)
 
@@ -146,12 +148,12 @@ class Proof:
 
         def excess() -> float:
             found = self._excess(difference)
-            if found:
+            if found and not has_own:
                 self.tells_positions = True
                 found = self._excess(difference)
             return found
 
-        fault = self._fault(excess, "its attention is of another kind", self._find_reaches)
+        fault = self._fault(excess, "its attention is of another kind", None if has_own else self._find_reaches)
         if fault is not None:
             model.set_attn_implementation(own)
         return fault
@@ -176,25 +178,10 @@ class Proof:
             return f"{kind} ({type(error).__name__}: {error})"
         return f"its logits differ by {found:.2g} of their size" if found else None
 
-    def _batched_runner(self, blocks: int) -> BatchedRunner | None:
-        """The runner of batches, if it is right for the model."""
-        model = self.model
-        # Where an index selects positions, it may choose among equals by their number.
-        if self.rotary is not None or self._hides_masks:
-            return None
-        if model.dtype not in _TOLERANCES and model.device.type == "cpu":
-            # In half precision torch's function adds up in another order for other pieces of a prompt.
-            model.config._attn_implementation = "eager"
-        with suppress(*_FAILURES), near_limits(self.model, self.rotary, self._far):
-            if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                return self.finished(BatchedRunner(model, blocks), pack_called)
-        return None
-
     def other_runner(self, blocks: int, reason: str) -> tuple[ModelRunner, str | None]:
         """The runner of a decoder that is not paged, and why it computes one row at a time."""
         if recurrent_states(self.model) is None:
-            batched = self._batched_runner(blocks)
-            return (self.finished(self._row_runner()), reason) if batched is None else (batched, None)
+            return self.finished(self._row_runner()), reason
         reason = _SCALED
         if self.rotary is None:
             # Not every model takes several ids, or several rows, beside states.

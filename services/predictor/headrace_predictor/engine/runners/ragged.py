@@ -85,19 +85,15 @@ class RaggedAttention:
         self, layer: int, looks_at: Range, query: Tensor, bias: Tensor | None, scale: float, softcap: float | None
     ) -> Tensor:
         """The same in plain torch, from copies of the blocks, a bounded number at a time."""
-        outputs = []
+        outputs, scores = [], Scores(scale, softcap or 0.0, bias=bias)
         position = torch.arange(looks_at.table.shape[1] * BLOCK_TOKENS, device=query.device)[None]
         for part in range(0, len(query), _COPIED_TOKENS):
             some = slice(part, part + _COPIED_TOKENS)
             keys, values = self._cache.read(layer, looks_at.table[looks_at.owners[some].long()])
             firsts, ends = looks_at.firsts[some, None], looks_at.ends[some, None]
-            added = None
-            if bias is not None:
-                furthest = bias.shape[1] - 1
-                added = bias[:, furthest - (ends - 1 - position).clamp(0, furthest)].transpose(0, 1)[:, :, None]
             mask = ((position >= firsts) & (position < ends))[:, None, None]
-            scores = Scores(scale, softcap or 0.0)
-            outputs.append(attend_rows(query[some, :, None], keys, values, mask, scores, added)[:, :, 0].flatten(1))
+            output = attend_rows(query[some, :, None], keys, values, mask, scores, looks_at.ends[some, None])
+            outputs.append(output[:, :, 0].flatten(1))
         return torch.cat(outputs)
 
 

@@ -27,7 +27,7 @@ class Reach(NamedTuple):
         return (positions + 1 - self.window).clamp(min=0) if self.window else torch.zeros_like(positions)
 
 
-class _Mask:
+class Mask:
     """A mask's function of query and key positions; whatever computes with it as with a tensor fails."""
 
     def __init__(self, allows: Callable[..., Tensor]) -> None:
@@ -77,23 +77,23 @@ def find_reaches(model: Any, context: int) -> None:
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
     finally:
         model.set_attn_implementation(own)
-    reaches: dict[_Mask | None, Reach] = {None: Reach()}
+    reaches: dict[Mask | None, Reach] = {None: Reach()}
     for module in model.modules():
         mask = module.__dict__.get("reach", Reach())
-        if isinstance(mask, _Mask) and mask not in reaches:
+        if isinstance(mask, Mask) and mask not in reaches:
             reaches[mask] = mask.reach(context, model.device)
         if not isinstance(mask, Reach):
             module.reach = reaches[mask]
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Mask | None, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | None, **_: Any
 ) -> tuple[Tensor, None]:
-    if not (attention_mask is None or isinstance(attention_mask, _Mask)):
+    if not (attention_mask is None or isinstance(attention_mask, Mask)):
         raise NotImplementedError("its attention has a mask of its own")
     module.reach = attention_mask
     return value.new_zeros((*query.transpose(1, 2).shape[:3], value.shape[-1])), None
 
 
 AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, lambda *, mask_function, **_: _Mask(mask_function))
+AttentionMaskInterface.register(_NAME, lambda *, mask_function, **_: Mask(mask_function))
