@@ -133,10 +133,14 @@ class OpenAIRequest(BaseModel):
     def trim(self) -> None:
         """Checks, and leaves out, what would make a large request more than its texts to take over.
 
-        For a process of bodies: what it returns is unpickled on the way to the event loop.
+        For a process of bodies: what it returns is unpickled on the way to the event loop. The ids of a prompt become
+        an array: they are one object then.
         """
-        nested = [getattr(self, name) for name in self.__class__.model_fields]
-        for model in (self, *(value for value in nested if isinstance(value, BaseModel))):
+        nested = {name: getattr(self, name) for name in self.__class__.model_fields}
+        for name, value in nested.items():
+            if isinstance(value, list):
+                setattr(self, name, [array("i", item) if isinstance(item, list) else item for item in value])
+        for model in (self, *(value for value in nested.values() if isinstance(value, BaseModel))):
             kept = islice((model.model_extra or {}).items(), _MAX_EXTRA)
             extra = {name[:_MAX_NAME]: value if name in self.READ or _is_small(value) else None for name, value in kept}
             model.__pydantic_extra__ = None if model.model_extra is None else extra
@@ -172,11 +176,6 @@ def parse_large(body: bytes, cls: type[RequestT]) -> tuple[RequestT, bytes]:
     request = parse(cls, body)
     request.trim()
     return request, b""
-
-
-def trimmed_prompts(prompts: list[Prompt]) -> list[Any]:
-    """The prompts, the ids of each as an array: they are one object then."""
-    return [prompt if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
 
 
 def _is_small(value: Any) -> bool:

@@ -227,16 +227,13 @@ class ResponsesRequest(SampledRequest):
         instructions: list[TemplateMessage] = [("system", self.instructions)] if self.instructions else []
         return [*instructions, *previous, *self._messages]
 
-    def trim(self) -> None:
-        super().trim()
-        self.input = []  # Its messages are kept.
-
     def check(self) -> None:
         super().check()
         try:
             self._messages = messages_of(self.input)
         except ValueError as error:
             raise InvalidRequestError(f"input: {error}", param="input") from None
+        self.input = []  # Its messages are kept.
         self._ignored += self.ignored_tools
         if self.text.verbosity not in (None, "medium"):
             self._ignored.append("text.verbosity")
