@@ -107,7 +107,7 @@ class ConversationRequest(OpenAIRequest):
         """Variables of the chat template: a last message of the assistant is continued."""
         is_begun = self.messages[-1].role == "assistant"
         continued = {"continue_final_message": True, "add_generation_prompt": False} if is_begun else {}
-        return {**self.template_hints.get("thinking", {}), **continued}
+        return {**super().template_options, **continued}
 
     @property
     def conversation(self) -> list[TemplateMessage]:

@@ -18,6 +18,7 @@ from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, fault_of
+from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop
 from headrace_transformer.text.answer_grammars import ignored_keywords
 from headrace_transformer.text.tools import ToolUse
@@ -57,6 +58,7 @@ class OpenAIRequest(BaseModel):
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _structured_outputs: str = PrivateAttr("")
     _tool_use: ToolUse | None = PrivateAttr(None)
+    _conversation: list[TemplateMessage] = PrivateAttr(default_factory=list)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -94,6 +96,16 @@ class OpenAIRequest(BaseModel):
         The variables are an object; a field whose variables the model's template does not read is ignored.
         """
         return {}
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {name: value for given in self.template_hints.values() for name, value in given.items()}
+
+    @property
+    def conversation(self) -> list[TemplateMessage]:
+        """The messages as a chat template takes them."""
+        return self._conversation
 
     def name_unread_hints(self, reads: Callable[[str], bool]) -> None:
         """Adds to the ignored fields those whose variables the chat template does not read."""

@@ -113,15 +113,11 @@ class TokenizeRequest(ChatPromptRequest):
     add_special_tokens: bool | None = None  # By default for prompts: chat templates write their own.
     return_token_strs: bool = False
 
-    @property
-    def tool_definitions(self) -> str:
-        """The tools as a JSON list, "" for none."""
-        return ToolUse(self.tools).definitions if self.tools else ""
-
     def check(self) -> None:
         super().check()
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequestError("give either a prompt or messages")
+        self._tool_use = ToolUse(self.tools) if self.tools else None
 
 
 class DetokenizeRequest(OpenAIRequest):

@@ -50,7 +50,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
             yield Events(self._front.keep_alive_s, answer.failed)
         generation = parsed.text_request(
             call,
-            messages=parsed.conversation(previous),
+            messages=parsed.continuing(previous),
             template_options=parsed.template_options,
             drops_messages=parsed.truncation == "auto",
             default_seed=identity.seed,
