@@ -72,7 +72,7 @@ class RawTensor:
 
     datatype: str
     shape: Shape
-    data: bytes
+    data: bytes | memoryview
 
 
 def decode_inputs(request: pb.ModelInferRequest) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def decode_raw(name: str, tensor: RawTensor) -> Array:
 def add_raw_output(response: pb.ModelInferResponse, name: str, tensor: RawTensor) -> None:
     """Appends raw contents to a response, as they are."""
     response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-    response.raw_output_contents.append(tensor.data)
+    response.raw_output_contents.append(bytes(tensor.data))
 
 
 def add_input(request: pb.ModelInferRequest, tensor: Tensor) -> None:
@@ -242,7 +242,7 @@ def _bytes_count(name: str, shape: Shape) -> int:
     return count
 
 
-def _bytes_spans(name: str, raw: bytes, expected: int) -> Iterator[tuple[int, int]]:
+def _bytes_spans(name: str, raw: bytes | memoryview, expected: int) -> Iterator[tuple[int, int]]:
     """Where each element of a BYTES tensor begins and ends, up to one more than expected."""
     at = count = 0
     while at < len(raw) and count <= expected:

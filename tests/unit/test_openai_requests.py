@@ -393,7 +393,7 @@ def test_a_messages_content_is_text_or_parts_of_text():
         {"role": "assistant", "content": None},
         {"role": "tool", "content": "4", "tool_call_id": "call-1"},
     )
-    assert [(message.role, message.content) for message in request.messages] == [
+    assert [message[:2] for message in request.conversation] == [
         ("system", "Be brief."),
         ("user", "one\ntwo"),
         ("assistant", ""),

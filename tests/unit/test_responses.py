@@ -26,7 +26,7 @@ def request(**fields):
 
 
 def test_input_is_a_text_or_messages_with_text():
-    assert request(instructions="Be brief.").conversation([("user", "a"), ("assistant", "b")]) == [
+    assert request(instructions="Be brief.").continuing([("user", "a"), ("assistant", "b")]) == [
         ("system", "Be brief."),
         ("user", "a"),
         ("assistant", "b"),
@@ -35,7 +35,7 @@ def test_input_is_a_text_or_messages_with_text():
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     answer = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
     items = [{"role": "developer", "content": "d"}, {"type": "message", "role": "user", "content": parts}, answer]
-    assert request(input=items).conversation([]) == [("system", "d"), ("user", "one\ntwo"), ("assistant", "x")]
+    assert request(input=items).continuing([]) == [("system", "d"), ("user", "one\ntwo"), ("assistant", "x")]
 
 
 def test_reasoning_and_calls_are_one_message_of_the_assistant():
@@ -58,7 +58,7 @@ def test_reasoning_and_calls_are_one_message_of_the_assistant():
     function = {"name": "f", "arguments": '{"x": 1}'}
     called = {"id": "1", "type": "function", "function": function}
     for parsed in (request(**body), parse_large(orjson.dumps(body), ResponsesRequest)[0]):
-        messages = [(*message[:2], *map(json.loads, message[2:])) for message in parsed.conversation([])]
+        messages = [(*message[:2], *map(json.loads, message[2:])) for message in parsed.continuing([])]
         assert messages == [
             ("user", "u"),
             ("assistant", "a", {"tool_calls": [called, called], "reasoning_content": "r"}),
@@ -225,7 +225,9 @@ def test_calls_of_custom_tools_and_of_namespaces_are_functions_calls():
     spaced = {"type": "function_call", "call_id": "2", "name": "f", "namespace": "mcp", "arguments": "{}"}
     results = [{"type": "custom_tool_call_output", "call_id": "1", "output": "done"}]
     reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "mr1.SG0u"}
-    _, answer, result = request(input=[{"role": "user", "content": "u"}, reasoning, custom, spaced, *results])._messages
+    _, answer, result = request(
+        input=[{"role": "user", "content": "u"}, reasoning, custom, spaced, *results]
+    ).conversation
     fields = json.loads(answer[2])
     called = [call["function"] for call in fields["tool_calls"]]
     assert [call["name"] for call in called] == ["patch", "mcp__f"]
@@ -237,4 +239,4 @@ def test_calls_of_custom_tools_and_of_namespaces_are_functions_calls():
 def test_another_servers_reasoning_is_left_out():
     foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     said = {"type": "message", "role": "assistant", "content": "a"}
-    assert request(input=[{"role": "user", "content": "u"}, foreign, said])._messages[1] == ("assistant", "a")
+    assert request(input=[{"role": "user", "content": "u"}, foreign, said]).conversation[1] == ("assistant", "a")

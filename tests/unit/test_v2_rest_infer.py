@@ -16,7 +16,7 @@ from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from headrace.oip import json_text
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.frontends.v2_rest import infer_body, json_tensors
+from headrace_transformer.frontends.v2_rest import infer_body, tensors
 from headrace_transformer.frontends.v2_rest.infer_body import OutputForm, read_body, read_raw_body, write_body
 from tests.unit.test_tensors import NUMPY, arrays_of, same
 
@@ -111,7 +111,7 @@ def test_strings_in_json_come_back_the_same(data):
 
 def test_large_tensors_are_the_same_across_the_bounds_of_slices(monkeypatch):
     monkeypatch.setattr(json_text, "SLICE", 3)
-    monkeypatch.setattr(json_tensors, "SLICE", 3)
+    monkeypatch.setattr(tensors, "SLICE", 3)
     array = np.arange(10, dtype=np.float32) / 7
     array[4] = np.nan
     call = read(b'{"inputs":[{"name":"x","datatype":"FP32","shape":[10],"data":%s}]}' % json_text.dump_array(array))

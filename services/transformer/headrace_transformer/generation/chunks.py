@@ -1,8 +1,9 @@
 """The chunks of an answer: a predictor's token ids become text."""
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.models.models import TextModel
@@ -27,6 +28,25 @@ class End(NamedTuple):
     stop: str | int | None = None
 
 
+class ScoredToken(NamedTuple):
+    """A token with its log probability, None for the first of a prompt, and the likeliest ones in its place."""
+
+    id: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+
+    def ranked(self, text_of: Callable[[int], str], least: float = -math.inf) -> dict[str, Any]:
+        """vLLM's form: an object of token id to log probability, which is at `least` so much, rank and text.
+
+        The own token is first. Its rank is null if it is not among the likeliest ones, of which the first has rank 1.
+        """
+        ranked = {self.id: (self.logprob, None)} | {one: (value, rank) for rank, (one, value) in enumerate(self.top, 1)}
+        return {
+            str(one): {"logprob": value and max(value, least), "rank": rank, "decoded_token": text_of(one)}
+            for one, (value, rank) in ranked.items()
+        }
+
+
 class TextChunk(NamedTuple):
     """New text and its tokens; only the last chunk has an `end`.
 
@@ -48,6 +68,21 @@ class TextChunk(NamedTuple):
         if self.answer is not None:
             return self.answer.parts
         return (Content(self.text),) if self.text else ()
+
+    @property
+    def scored(self) -> list[ScoredToken]:
+        """The new tokens, where their log probabilities were asked for."""
+        made = self.tokens
+        return list(map(ScoredToken, made.token_ids, made.logprobs, made.top_logprobs or [[]] * len(made.token_ids)))
+
+    @property
+    def scored_prompt(self) -> list[ScoredToken]:
+        """The prompt's tokens, in a chunk that has their log probabilities; none in any other one."""
+        scores = self.tokens.prompt
+        if scores is None:
+            return []
+        tops = [list(zip(*top, strict=True)) for top in zip(scores.top_ids.tolist(), scores.top.tolist(), strict=True)]
+        return list(map(ScoredToken, self.origin.prompt_ids, [None, *scores.chosen.tolist()], [[], *tops]))
 
     def without_output(self) -> "TextChunk":
         """The chunk of an answer without tokens; a predictor generates at least one."""

@@ -118,27 +118,13 @@ class TextAnswer:
         if _CUMULATIVE in wanted:
             yield Tensor(_CUMULATIVE, "FP32", np.array([self._cumulative], dtype=np.float32))
         if _LOGPROBS in wanted:
-            yield bytes_tensor(_LOGPROBS, [orjson.dumps(list(self._logprobs(chunk)))])
+            text_of = chunk.origin.model.tokenizer.text_of
+            ranked = [one.ranked(lambda token_id: text_of([token_id])) for one in chunk.scored]
+            yield bytes_tensor(_LOGPROBS, [orjson.dumps(ranked)])
         if _INPUT_TOKENS in wanted:
             yield Tensor(_INPUT_TOKENS, "UINT32", np.array([len(chunk.origin.prompt_ids)], dtype=np.uint32))
         if _OUTPUT_TOKENS in wanted:
             yield Tensor(_OUTPUT_TOKENS, "UINT32", np.array([len(chunk.tokens.token_ids)], dtype=np.uint32))
-
-    def _logprobs(self, chunk: TextChunk) -> Iterator[dict[str, Any]]:
-        """For each new token: it and the likeliest ones; the rank of a token that is not among them is not known."""
-        tokens, decode = chunk.tokens, chunk.origin.model.tokenizer.backend.decode
-        for position, (token, value) in enumerate(zip(tokens.token_ids, tokens.logprobs, strict=True)):
-            top = tokens.top_logprobs[position] if tokens.top_logprobs else []
-            ranked: dict[int, tuple[float, int | None]] = {token: (value, None)}
-            ranked |= {other: (likely, rank) for rank, (other, likely) in enumerate(top, start=1)}
-            yield {
-                str(other): {
-                    "logprob": likely,
-                    "rank": rank,
-                    "decoded_token": decode([other], skip_special_tokens=False),
-                }
-                for other, (likely, rank) in ranked.items()
-            }
 
 
 def describe(model: TextModel) -> ModelDescription:

@@ -52,14 +52,10 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.number == last.number:
-            found[-1] = CallArguments(part.number, last.text + part.text)
-        else:
+        if isinstance(part, CallStart) or isinstance(last, CallStart) or type(part) is not type(last):
             found.append(part)
+        else:
+            found[-1] = part._replace(text=last.text + part.text)
     return found
 
 

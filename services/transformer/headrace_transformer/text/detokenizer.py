@@ -22,54 +22,6 @@ _UNFINISHED = "\ufffd"
 _MAX_PIECES = 1 << 15  # Of one tokenizer, in at most 5 MB; more ids than that are rarely in use.
 
 
-class _StopString:
-    """The automaton of Knuth, Morris and Pratt for one stop string.
-
-    `matched` is the length of the longest end of the text that begins the stop string. The failure table grows with the
-    longest match, so that a stop string that the text never follows has no cost.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._failure = [0]  # [n]: the longest proper border of the first n + 1 characters.
-        self.matched = 0
-
-    def find(self, text: str) -> int:
-        """The index in `text` behind the first stop string that ends there, -1 for none."""
-        stop, matched, at = self._text, self.matched, 0
-        while at < len(text):
-            if not matched:
-                at = text.find(stop[0], at)
-                if at < 0:
-                    break
-            while matched and stop[matched] != text[at]:
-                matched = self._failure[matched - 1]
-            matched += stop[matched] == text[at]
-            at += 1
-            if matched == len(stop):
-                if len(self._failure) < matched:
-                    self._extend()
-                self.matched = self._failure[-1]
-                return at
-            if matched > len(self._failure):
-                self._extend()
-        self.matched = matched
-        return -1
-
-    def pass_over(self, text: str) -> int:
-        """As `find`, of a text in which no stop string counts."""
-        while (at := self.find(text)) >= 0:
-            text = text[at:]
-        return -1
-
-    def _extend(self) -> None:
-        stop, failure = self._text, self._failure
-        border, character = failure[-1], stop[len(failure)]
-        while border and stop[border] != character:
-            border = failure[border - 1]
-        failure.append(border + (stop[border] == character))
-
-
 class StopFinder:
     """Passes text on up to the stop string that ends first; of those that end together, up to the longest.
 
@@ -78,36 +30,52 @@ class StopFinder:
 
     def __init__(self, stop: Sequence[str], includes_stop: bool = False) -> None:
         self._includes_stop = includes_stop
-        self._stop = tuple(map(_StopString, stop))
-        self._strings = tuple(stop)
+        self._begun = dict.fromkeys(stop, 0)  # How many characters at the end of the text begin a stop string.
         self._held = ""
-        self.found = False
         self.string: str | None = None  # The stop string that was found.
+
+    @property
+    def found(self) -> bool:
+        return self.string is not None
 
     def push(self, text: str, is_early: bool = False) -> str:
         """The text that can be passed on after adding `text`; what ends in an early one is no stop string."""
-        if not self._stop:
+        if not self._begun:
             return text
         if self.found:
             return ""
-        before = len(self._held)
-        self._held += text
-        ends = [stop.pass_over(text) if is_early else stop.find(text) for stop in self._stop]
-        end = min((end for end in ends if end >= 0), default=-1)
-        if end >= 0:
-            found = (string for at, string in zip(ends, self._strings, strict=True) if at == end)
-            self.found, self.string = True, max(found, key=len)
-            left_out = 0 if self._includes_stop else len(self.string)
-            passed, self._held = self._held[: before + end - left_out], ""
-            return passed
-        kept = len(self._held) - max(stop.matched for stop in self._stop)
-        passed, self._held = self._held[:kept], self._held[kept:]
-        return passed
+        before, held = len(self._held), self._held + text
+        ends: dict[str, int] = {}
+        for stop, begun in self._begun.items():
+            at = _first(stop, held, before - begun)
+            while is_early and at + len(stop) <= len(held):
+                at = _first(stop, held, at + 1)
+            self._begun[stop] = len(held) - at
+            if at + len(stop) <= len(held):
+                ends[stop] = at + len(stop)
+        if ends:
+            end = min(ends.values())
+            self.string = max((stop for stop, at in ends.items() if at == end), key=len)
+            self._held = ""
+            return held[: end if self._includes_stop else end - len(self.string)]
+        kept = len(held) - max(self._begun.values())
+        self._held = held[kept:]
+        return held[:kept]
 
     def flush(self) -> str:
         """The text that is still held back, at the end."""
         held, self._held = self._held, ""
         return held
+
+
+def _first(stop: str, text: str, at: int) -> int:
+    """Where in `text`, from an index on, a stop string is or may have begun; the text's end where none has.
+
+    An index that was passed over is never looked at again, so the work is linear in the text.
+    """
+    while (at := text.find(stop[0], at)) >= 0 and not stop.startswith(text[at : at + len(stop)]):
+        at += 1
+    return at if at >= 0 else len(text)
 
 
 class Piece(NamedTuple):

@@ -105,15 +105,9 @@ class ConversationRequest(OpenAIRequest):
     @property
     def template_options(self) -> dict[str, Any]:
         """Variables of the chat template: a last message of the assistant is continued."""
-        is_begun = self.messages[-1].role == "assistant"
+        is_begun = self.conversation[-1][0] == "assistant"
         continued = {"continue_final_message": True, "add_generation_prompt": False} if is_begun else {}
-        return {**self.template_hints.get("thinking", {}), **continued}
-
-    @property
-    def conversation(self) -> list[TemplateMessage]:
-        """The messages as chat templates take them."""
-        messages = [message for turn in self.messages for message in turn.content]
-        return [("system", self.system), *messages] if self.system else messages
+        return {**super().template_options, **continued}
 
     def _tools(self) -> ToolUse | None:
         choice, is_parallel = read_choice(self.tool_choice)
@@ -122,8 +116,11 @@ class ConversationRequest(OpenAIRequest):
     def check(self) -> None:
         super().check()
         self.read_tool_use("tool_choice", self._tools)
-        last = self.messages[-1]
-        if last.role == "assistant" and not (len(last.content[-1]) == 2 and last.content[-1][1].strip()):
+        system: list[TemplateMessage] = [("system", self.system)] if self.system else []
+        self._conversation = [*system, *(message for turn in self.messages for message in turn.content)]
+        self.messages = []
+        role, text, *calls = self._conversation[-1]
+        if role == "assistant" and (calls or not text.strip()):
             raise InvalidRequestError("only a last message of text can be continued", param="messages")
         self._ignored += self.unread
 

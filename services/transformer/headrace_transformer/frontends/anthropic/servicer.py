@@ -15,7 +15,6 @@ from headrace_transformer.frontends.anthropic.answers import anthropic_error, ev
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from headrace_transformer.frontends.http import Bodies, Events, json_body, named_event, rest_method
 from headrace_transformer.frontends.openai.models import FrontEnd, name_ignored
-from headrace_transformer.text.tokenizer import Chat
 
 
 class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
@@ -66,6 +65,5 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         parsed.name_unread_hints(front.template_reader(model))
         name_ignored(parsed)
         tokenizer, _ = await front.tokenizer(model, call)
-        tools = "" if parsed.tool_use is None else parsed.tool_use.definitions
-        text = await front.chat_text(tokenizer, Chat(parsed.conversation, parsed.template_options, tools), call)
+        text = await front.chat_text(tokenizer, parsed, call)
         return json_body({"input_tokens": len(await tokenizer.ids(text, add_special_tokens=False))})

@@ -10,7 +10,7 @@ Reasoning has two names: `reasoning`, vLLM's, and `reasoning_content`, which Dee
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from headrace_protos.headrace_pb2 import Usage
@@ -21,52 +21,35 @@ from headrace_transformer.frontends.openai.generation_requests import (
 )
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
-from headrace_transformer.text.token_bytes import TokenBytes
 
 _LOWEST = -9999.0
 
 
 def token_scores(chunk: TextChunk, as_ids: bool = False) -> list[dict[str, Any]]:
     """The log probabilities of a chunk's tokens, and of the likeliest ones there; `as_ids` as in `token_name`."""
-    made, written = chunk.tokens, chunk.origin.model.tokenizer.token_bytes
+    written = chunk.origin.model.tokenizer.token_bytes
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         data = written.of(token_id)
         return {"token": token_name(token_id, data, as_ids), "logprob": finite(logprob), "bytes": list(data)}
 
-    tops = made.top_logprobs or [[] for _ in made.token_ids]
     return [
         entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in top]}
-        for token_id, logprob, top in zip(made.token_ids, made.logprobs, tops, strict=True)
+        for token_id, logprob, top in chunk.scored
     ]
 
 
 def prompt_scores(chunk: TextChunk) -> list[dict[str, Any] | None] | None:
-    """vLLM's scores of a prompt: for each of its tokens but the first, an object of token id to log probability.
+    """vLLM's scores of a prompt: for each of its tokens but the first an object, see `ScoredToken.ranked`.
 
-    Each has the prompt's own token and the likeliest ones, best first; `rank` is 1 for the likeliest, null for an own
-    token that is not among them. None for a chunk without them.
+    None for a chunk without them.
     """
-    scores = chunk.tokens.prompt
-    if scores is None:
-        return None
     tokens = chunk.origin.model.tokenizer.token_bytes
-    ids, tops = chunk.origin.prompt_ids[1:], zip(scores.top_ids.tolist(), scores.top.tolist(), strict=True)
-    places = zip(ids, scores.chosen.tolist(), tops, strict=True)
-    return [None, *(_place(tokens, own, value, zip(*top, strict=True)) for own, value, top in places)]
 
+    def text_of(token_id: int) -> str:
+        return tokens.of(token_id).decode(errors="replace")
 
-def _place(tokens: TokenBytes, own: int, value: float, top: Iterable[tuple[int, float]]) -> dict[str, Any]:
-    ranked: dict[int, tuple[float, int | None]] = {own: (value, None)}
-    ranked |= {token_id: (value, rank) for rank, (token_id, value) in enumerate(top, start=1)}
-    return {
-        str(token_id): {
-            "logprob": finite(value),
-            "rank": rank,
-            "decoded_token": tokens.of(token_id).decode(errors="replace"),
-        }
-        for token_id, (value, rank) in ranked.items()
-    }
+    return [None, *(one.ranked(text_of, _LOWEST) for one in scored[1:])] if (scored := chunk.scored_prompt) else None
 
 
 def token_name(token_id: int, data: bytes, as_id: bool) -> str:
@@ -79,8 +62,8 @@ def token_name(token_id: int, data: bytes, as_id: bool) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+def finite(logprob: float | None) -> float | None:
+    return logprob and max(logprob, _LOWEST)
 
 
 class Format(ABC):
@@ -159,42 +142,31 @@ class CompletionFormat(Format):
         return text
 
     def _logprobs(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        tokenizer, made, scores = chunk.origin.model.tokenizer, chunk.tokens, chunk.tokens.prompt
-        ids: list[int] = []
-        values: list[float | None] = []
-        tops: list[Sequence[tuple[int, float]]] = []
-        if scores is not None and self._echoed:
-            ids += chunk.origin.prompt_ids
-            values += [None, *scores.chosen.tolist()]
-            likeliest = zip(scores.top_ids.tolist(), scores.top.tolist(), strict=True)
-            tops += [(), *(list(zip(*place, strict=True)) for place in likeliest)]
-        prompt_tokens, echo = len(ids), self._echo(index, chunk) if ids else ""
-        ids += made.token_ids
-        values += made.logprobs
-        tops += made.top_logprobs or [()] * len(made.token_ids)
+        tokenizer, names_ids = chunk.origin.model.tokenizer, self._names_ids
+        prompt = chunk.scored_prompt if self._echoed else []
+        echo, scored = self._echo(index, chunk) if prompt else "", [*prompt, *chunk.scored]
         written = tokenizer.token_bytes
-        pieces = list(map(written.of, ids))
+        pieces = [written.of(one.id) for one in scored]
         offsets, length = [], self._lengths.get(index, 0)
-        for number, (token_id, piece) in enumerate(zip(ids, pieces, strict=True)):
+        for number, (one, piece) in enumerate(zip(scored, pieces, strict=True)):
             offsets.append(length)
             # In an echo a special token is part of the caller's text, or the tokenizer's own, such as the first one.
-            special = tokenizer.decoder.special_texts.get(token_id)
-            has_text = echo.startswith(special or "", length) if number < prompt_tokens else self._writes_special
+            special = tokenizer.decoder.special_texts.get(one.id)
+            has_text = echo.startswith(special or "", length) if number < len(prompt) else self._writes_special
             if special is None or has_text:
                 length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
         self._lengths[index] = length
-        names_ids = self._names_ids
-        texts = [token_name(token_id, piece, names_ids) for token_id, piece in zip(ids, pieces, strict=True)]
+        texts = [token_name(one.id, piece, names_ids) for one, piece in zip(scored, pieces, strict=True)]
         return {
             "tokens": texts,
-            "token_logprobs": [None if value is None else finite(value) for value in values],
+            "token_logprobs": [finite(one.logprob) for one in scored],
             # The token itself is always among them.
             "top_logprobs": [
                 None
-                if value is None
-                else {token_name(other, written.of(other), names_ids): finite(logprob) for other, logprob in top}
-                | {text: finite(value)}
-                for top, text, value in zip(tops, texts, values, strict=True)
+                if one.logprob is None
+                else {token_name(other, written.of(other), names_ids): finite(logprob) for other, logprob in one.top}
+                | {text: finite(one.logprob)}
+                for one, text in zip(scored, texts, strict=True)
             ],
             "text_offset": offsets,
         }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
 from headrace_transformer.frontends.openai.requests import OpenAIRequest, text_of
@@ -98,22 +98,15 @@ class ChatPromptRequest(OpenAIRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: Tools = ()
-    _conversation: list[TemplateMessage] = PrivateAttr(default_factory=list)
-
-    @property
-    def conversation(self) -> list[TemplateMessage]:
-        """The messages as a chat template takes them."""
-        return self._conversation
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Variables of the chat template; of equal names that of `chat_template_kwargs` counts."""
-        hints = {name: value for given in self.template_hints.values() for name, value in given.items()}
+        """Of equal names that of `chat_template_kwargs` counts."""
         begins = self.add_generation_prompt
         options = {} if begins is None else {"add_generation_prompt": begins}
         if self.continue_final_message:
             options = {"continue_final_message": True, "add_generation_prompt": False}
-        return {**hints, **options, **self.chat_template_kwargs}
+        return {**super().template_options, **options, **self.chat_template_kwargs}
 
     def check(self) -> None:
         super().check()

@@ -21,7 +21,6 @@ from headrace_transformer.frontends.openai.requests import (
     SampledRequest,
     effort_variables,
     read_prompts,
-    trimmed_prompts,
 )
 from headrace_transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from headrace_transformer.frontends.openai.tools import Choice, ToolChoice, as_function, read_tool_choice, read_tools
@@ -176,10 +175,6 @@ class CompletionRequest(GenerationRequest):
         limit = self.extra.get("max_tokens")
         return self.echo and type(limit) is int and limit == 0
 
-    def trim(self) -> None:
-        super().trim()
-        self.prompt = trimmed_prompts(self.prompt)
-
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
         if self.prompt_only:
@@ -242,10 +237,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
     def template_hints(self) -> Mapping[str, Any]:
         return effort_variables(self.reasoning_effort, "reasoning_effort")
 
-    def trim(self) -> None:
-        super().trim()
-        self.messages = []  # The conversation is kept.
-
     def check(self) -> None:
         super().check()
         for name in ("functions", "function_call"):
@@ -258,6 +249,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
         else:
             self.read_tool_use("tool_choice", lambda: self.tool_choice.use(self.tools, self.parallel_tool_calls))
         self.note_keywords()
+        self.messages = []  # The conversation is kept.
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()

@@ -112,8 +112,10 @@ class FrontEnd:
             return model.rows.tokenizer, model.rows.context_length
         raise InvalidRequestError("the model takes tensors and has no tokenizer", param="model")
 
-    async def chat_text(self, tokenizer: TextTokenizer, chat: Chat, call: CallContext) -> str:
-        """The prompt that the chat template makes of a chat; InvalidRequestError for one above MAX_TEXT_BYTES."""
+    async def chat_text(self, tokenizer: TextTokenizer, request: OpenAIRequest, call: CallContext) -> str:
+        """The prompt that the chat template makes of a request; InvalidRequestError for one above MAX_TEXT_BYTES."""
+        tools = "" if request.tool_use is None else request.tool_use.definitions
+        chat = Chat(request.conversation, request.template_options, tools)
         if chat.tools and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
         check_text("".join(part for message in chat.messages for part in message))

@@ -18,6 +18,7 @@ from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, fault_of
+from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop
 from headrace_transformer.text.answer_grammars import ignored_keywords
 from headrace_transformer.text.tools import ToolUse
@@ -57,6 +58,7 @@ class OpenAIRequest(BaseModel):
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _structured_outputs: str = PrivateAttr("")
     _tool_use: ToolUse | None = PrivateAttr(None)
+    _conversation: list[TemplateMessage] = PrivateAttr(default_factory=list)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -94,6 +96,16 @@ class OpenAIRequest(BaseModel):
         The variables are an object; a field whose variables the model's template does not read is ignored.
         """
         return {}
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {name: value for given in self.template_hints.values() for name, value in given.items()}
+
+    @property
+    def conversation(self) -> list[TemplateMessage]:
+        """The messages as a chat template takes them."""
+        return self._conversation
 
     def name_unread_hints(self, reads: Callable[[str], bool]) -> None:
         """Adds to the ignored fields those whose variables the chat template does not read."""
@@ -133,10 +145,14 @@ class OpenAIRequest(BaseModel):
     def trim(self) -> None:
         """Checks, and leaves out, what would make a large request more than its texts to take over.
 
-        For a process of bodies: what it returns is unpickled on the way to the event loop.
+        For a process of bodies: what it returns is unpickled on the way to the event loop. The ids of a prompt become
+        an array: they are one object then.
         """
-        nested = [getattr(self, name) for name in self.__class__.model_fields]
-        for model in (self, *(value for value in nested if isinstance(value, BaseModel))):
+        nested = {name: getattr(self, name) for name in self.__class__.model_fields}
+        for name, value in nested.items():
+            if isinstance(value, list):
+                setattr(self, name, [array("i", item) if isinstance(item, list) else item for item in value])
+        for model in (self, *(value for value in nested.values() if isinstance(value, BaseModel))):
             kept = islice((model.model_extra or {}).items(), _MAX_EXTRA)
             extra = {name[:_MAX_NAME]: value if name in self.READ or _is_small(value) else None for name, value in kept}
             model.__pydantic_extra__ = None if model.model_extra is None else extra
@@ -172,11 +188,6 @@ def parse_large(body: bytes, cls: type[RequestT]) -> tuple[RequestT, bytes]:
     request = parse(cls, body)
     request.trim()
     return request, b""
-
-
-def trimmed_prompts(prompts: list[Prompt]) -> list[Any]:
-    """The prompts, the ids of each as an array: they are one object then."""
-    return [prompt if isinstance(prompt, str) else array("i", prompt) for prompt in prompts]
 
 
 def _is_small(value: Any) -> bool:

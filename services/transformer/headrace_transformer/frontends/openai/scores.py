@@ -190,8 +190,7 @@ def embeddings_json(request: EmbeddingsRequest, vectors: Sequence[Vector], token
         ]
         piece = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         yield piece if first == 0 else b"," + piece
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    yield b'],"model":' + orjson.dumps(request.model) + b',"usage":' + orjson.dumps(usage) + b"}"
+    yield b'],"model":' + orjson.dumps(request.model) + b',"usage":' + orjson.dumps(_usage(tokens)) + b"}"
 
 
 def _base64(vector: Vector) -> str:

@@ -37,7 +37,6 @@ from headrace_transformer.frontends.openai.text_requests import (
     TokenizeRequest,
 )
 from headrace_transformer.inference.encoder_calls import EncoderCalls
-from headrace_transformer.text.tokenizer import Chat
 
 _LAST_EVENT_ID = "last-event-id"
 
@@ -113,8 +112,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         tokenizer, context_length = await self._front.tokenizer(parsed.model, call)
         text, adds_special_tokens = parsed.prompt, parsed.add_special_tokens is not False
         if text is None:
-            chat = Chat(parsed.conversation, parsed.template_options, parsed.tool_definitions)
-            text = await self._front.chat_text(tokenizer, chat, call)
+            text = await self._front.chat_text(tokenizer, parsed, call)
             adds_special_tokens = parsed.add_special_tokens is True
         check_text(text)  # One longer than the context is tokenised too, so that its length is known.
         ids = await tokenizer.ids(text, adds_special_tokens)

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 
 from headrace.errors import InvalidRequestError
 from headrace_transformer.frontends.openai.chat_prompts import ChatPromptRequest
-from headrace_transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from headrace_transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts
 from headrace_transformer.text.tools import ToolUse
 
 MAX_INPUTS = 2048  # OpenAI's limit.
@@ -49,10 +49,6 @@ class InputsRequest(RowsRequest):
     """A request about each of its inputs."""
 
     input: Annotated[list[Prompt], BeforeValidator(partial(read_prompts, limit=MAX_INPUTS))]
-
-    def trim(self) -> None:
-        super().trim()
-        self.input = trimmed_prompts(self.input)
 
 
 class EmbeddingsRequest(InputsRequest):
@@ -117,15 +113,11 @@ class TokenizeRequest(ChatPromptRequest):
     add_special_tokens: bool | None = None  # By default for prompts: chat templates write their own.
     return_token_strs: bool = False
 
-    @property
-    def tool_definitions(self) -> str:
-        """The tools as a JSON list, "" for none."""
-        return ToolUse(self.tools).definitions if self.tools else ""
-
     def check(self) -> None:
         super().check()
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequestError("give either a prompt or messages")
+        self._tool_use = ToolUse(self.tools) if self.tools else None
 
 
 class DetokenizeRequest(OpenAIRequest):

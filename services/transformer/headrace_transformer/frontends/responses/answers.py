@@ -4,21 +4,20 @@ Each event has the next `sequence_number`. A stream ends in `response.completed`
 maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API reference.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from itertools import count
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.frontends.http import EVENTS, json_body, named_event
+from headrace_transformer.frontends.http import EVENTS, json_body
 from headrace_transformer.frontends.openai.answers import token_scores
-from headrace_transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
+from headrace_transformer.frontends.responses.items import ItemFields, Output
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.tools import flat_tool, written_choice
 from headrace_transformer.generation.chunks import End, TextChunk
-from headrace_transformer.text.answer_parts import Content, Part, begins_segment
+from headrace_transformer.text.answer_parts import Content
 
 
 class ResponseAnswer:
@@ -42,13 +41,9 @@ class ResponseAnswer:
             "top_p": request.extra.get("top_p"),
             "truncation": request.truncation,
         }
-        self._id = response_id
-        self._fields = ItemFields(request.origins, request.has_encrypted_reasoning)
+        self._output = Output(response_id, ItemFields(request.origins, request.has_encrypted_reasoning))
         self._has_scores = request.has_logprobs
         self._scores: list[dict[str, Any]] = []  # Of tokens whose text is not there yet.
-        self._numbers = count()
-        self._items: list[OutputItem] = []
-        self._last: Part | None = None
 
     async def whole(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as one body."""
@@ -64,8 +59,8 @@ class ResponseAnswer:
             written = b""
             if not begun:
                 begun = True
-                written = self._event("response.created", {"response": self.head})
-                written += self._event("response.in_progress", {"response": self.head})
+                written = self._output.event("response.created", {"response": self.head})
+                written += self._output.event("response.in_progress", {"response": self.head})
             written += self._take_all(chunk)
             if chunk.end is not None:
                 written += self._end(chunk, chunk.end)
@@ -76,10 +71,7 @@ class ResponseAnswer:
         """The event of an error."""
         kind = "server_error" if error.http_status >= 500 else "invalid_prompt"
         failure = {"status": "failed", "error": {"code": kind, "message": error.message}}
-        return self._event("response.failed", {"response": self.head | failure})
-
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        return named_event({"type": kind, "sequence_number": next(self._numbers), **fields})
+        return self._output.event("response.failed", {"response": self.head | failure})
 
     def _take_all(self, chunk: TextChunk) -> bytes:
         """The events of a chunk's parts; the scores of its tokens are those of its last text."""
@@ -89,36 +81,21 @@ class ResponseAnswer:
         written = b""
         for number, part in enumerate(chunk.parts):
             is_scored = bool(texts) and number == texts[-1]
-            written += self._take(part, self._scores if is_scored else ())
+            written += self._output.take(part, self._scores if is_scored else ())
             if is_scored or not texts:
                 self._scores = []
         return written
 
-    def _take(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> bytes:
-        """The events of a part."""
-        written = b""
-        if begins_segment(part, self._last):
-            if self._items:
-                written = self._items[-1].end(self._event, "completed")
-            item = item_of(part, self._id, len(self._items), self._fields)
-            self._items.append(item)
-            written += item.begin(self._event)
-        self._last = part
-        if text := self._items[-1].add(part, scores):
-            written += self._items[-1].delta(text, next(self._numbers))
-        return written
-
     def _end(self, chunk: TextChunk, end: End) -> bytes:
-        written = b"" if self._items else self._take(Content(""))
         status = status_of(end.reason)
-        written += self._items[-1].end(self._event, status)
-        return written + self._event(f"response.{status}", {"response": self._ended(chunk, end)})
+        written = self._output.end(status)
+        return written + self._output.event(f"response.{status}", {"response": self._ended(chunk, end)})
 
     def _ended(self, chunk: TextChunk, end: End) -> dict[str, Any]:
         """The whole response, with its last chunk."""
         status = status_of(end.reason)
-        output = whole_output(self._items or [MessageItem(self._id, 0)], status)
-        return self.head | ended(status, output, end.usage, chunk.answer and chunk.answer.reasoning_tokens)
+        output, reasoning_tokens = self._output.whole(status), chunk.answer and chunk.answer.reasoning_tokens
+        return self.head | ended(status, output, end.usage, reasoning_tokens)
 
 
 def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:

@@ -6,19 +6,18 @@ Source: OpenAI's API reference.
 
 import base64
 import binascii
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
 from headrace_transformer.frontends.http import event_json, named_event
 from headrace_transformer.frontends.responses.tools import INPUT, Origin, Origins
-from headrace_transformer.text.answer_parts import CallStart, Part, Reasoning, begins_segment
+from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
 _REASONING = "mr1."  # Before the content of reasoning for the server.
-Scores = list[dict[str, Any]]  # The log probabilities of tokens.
 
 Write = Callable[[str, Mapping[str, Any]], bytes]  # Writes an event of a kind with its fields.
 
@@ -31,18 +30,25 @@ class ItemFields:
     has_encrypted_reasoning: bool = False
 
 
-class OutputItem(ABC):
-    """One item; `index` is its place in the output. It is complete with all its texts added."""
+class OutputItem:
+    """One item; `index` is its place in the output. It is complete with all its texts added.
+
+    The text is the one part of its content, which has a `PART_TYPE`; a call has none, and the text in a field.
+    """
 
     PREFIX: ClassVar[str]
     EVENT: ClassVar[str]  # The kind of the events of its text, without `.delta` and `.done`.
+    PART_TYPE: ClassVar[str] = ""
+    FIELDS: ClassVar[Mapping[str, Any]] = {}  # Of an item with content.
+    BESIDE_DELTA: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, response_id: str, index: int) -> None:
         number = f"_{index}" if index else ""
         self._id = f"{self.PREFIX}_{response_id.removeprefix('resp_')}{number}"
         self._index = index
         self._texts: list[str] = []
-        delta = named_event({"type": f"{self.EVENT}.delta", **self._place()})
+        self._place = {"item_id": self._id, "output_index": index} | ({"content_index": 0} if self.PART_TYPE else {})
+        delta = named_event({"type": f"{self.EVENT}.delta", **self._place, **self.BESIDE_DELTA})
         self._delta_before = delta.removesuffix(b"}\n\n") + b',"sequence_number":'
 
     def add(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> str:
@@ -57,9 +63,8 @@ class OutputItem(ABC):
 
     def begin(self, write: Write) -> bytes:
         """The events before the first text."""
-        return write(
-            "response.output_item.added", {"output_index": self._index, "item": self._item("in_progress", None)}
-        )
+        added = {"output_index": self._index, "item": self._item("in_progress", None)}
+        return write("response.output_item.added", added) + self._part_event(write, "added", "")
 
     def delta(self, text: str, number: int) -> bytes:
         """The event of new text, with its sequence number."""
@@ -68,64 +73,39 @@ class OutputItem(ABC):
     def end(self, write: Write, status: str) -> bytes:
         """The events after the last text."""
         text = "".join(self._texts)
-        written = write(f"{self.EVENT}.done", self._place() | self._done(text))
-        return written + self._after(write, text, status)
+        done = {"output_index": self._index, "item": self._item(status, text)}
+        written = write(f"{self.EVENT}.done", self._place | self._done(text)) + self._part_event(write, "done", text)
+        return written + write("response.output_item.done", done)
 
-    def _after(self, write: Write, text: str, status: str) -> bytes:
-        return write("response.output_item.done", {"output_index": self._index, "item": self._item(status, text)})
+    def _part_event(self, write: Write, kind: str, text: str) -> bytes:
+        if not self.PART_TYPE:
+            return b""
+        return write(f"response.content_part.{kind}", self._place | {"part": self._part(text)})
 
-    def _place(self) -> dict[str, Any]:
-        """Where the text belongs."""
-        return {"item_id": self._id, "output_index": self._index}
-
-    @abstractmethod
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         """The item with a text, None before its first one."""
-
-    @abstractmethod
-    def _done(self, text: str) -> dict[str, Any]:
-        """The fields of the event that has the whole text."""
-
-
-class _ContentItem(OutputItem):
-    """An item whose text is one part of its content; `FIELDS` are beside it."""
-
-    FIELDS: ClassVar[Mapping[str, Any]]
-
-    def begin(self, write: Write) -> bytes:
-        return super().begin(write) + write("response.content_part.added", self._content_place(""))
-
-    def _after(self, write: Write, text: str, status: str) -> bytes:
-        return write("response.content_part.done", self._content_place(text)) + super()._after(write, text, status)
-
-    def _place(self) -> dict[str, Any]:
-        return super()._place() | {"content_index": 0}
-
-    def _content_place(self, text: str) -> dict[str, Any]:
-        return _ContentItem._place(self) | {"part": self._part(text)}
-
-    def _item(self, status: str, text: str | None) -> dict[str, Any]:
         content = [] if text is None else [self._part(text)]
         return {"id": self._id, "status": status, **self.FIELDS, "content": content}
 
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": self.PART_TYPE, "text": text}
+
     def _done(self, text: str) -> dict[str, Any]:
+        """The fields of the event that has the whole text."""
         return {"text": text}
 
-    @abstractmethod
-    def _part(self, text: str) -> dict[str, Any]: ...
 
-
-class MessageItem(_ContentItem):
+class MessageItem(OutputItem):
     """Text of the assistant."""
 
-    PREFIX = "msg"
-    EVENT = "response.output_text"
+    PREFIX, EVENT, PART_TYPE = "msg", "response.output_text", "output_text"
     FIELDS: ClassVar = {"type": "message", "role": "assistant"}
+    BESIDE_DELTA: ClassVar = {"logprobs": []}
 
     def __init__(self, response_id: str, index: int) -> None:
         super().__init__(response_id, index)
-        self._scores: Scores = []
-        self._new_scores: Scores = []
+        self._scores: list[dict[str, Any]] = []  # The log probabilities of tokens.
+        self._new_scores: list[dict[str, Any]] = []
 
     def add(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> str:
         self._new_scores = list(scores)
@@ -135,24 +115,20 @@ class MessageItem(_ContentItem):
     def delta(self, text: str, number: int) -> bytes:
         if not self._new_scores:
             return super().delta(text, number)
-        fields = _ContentItem._place(self) | {"sequence_number": number, "delta": text, "logprobs": self._new_scores}
+        fields = self._place | {"sequence_number": number, "delta": text, "logprobs": self._new_scores}
         return named_event({"type": f"{self.EVENT}.delta", **fields})
 
-    def _place(self) -> dict[str, Any]:
-        return super()._place() | {"logprobs": []}
+    def _part(self, text: str) -> dict[str, Any]:
+        return super()._part(text) | {"annotations": [], "logprobs": self._scores if text else []}
 
     def _done(self, text: str) -> dict[str, Any]:
-        return {"text": text, "logprobs": self._scores}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._scores if text else []}
+        return {"logprobs": self._scores, "text": text}
 
 
-class ReasoningItem(_ContentItem):
+class ReasoningItem(OutputItem):
     """Reasoning, as text and not as a summary."""
 
-    PREFIX = "rs"
-    EVENT = "response.reasoning_text"
+    PREFIX, EVENT, PART_TYPE = "rs", "response.reasoning_text", "reasoning_text"
     FIELDS: ClassVar = {"type": "reasoning", "summary": []}
 
     def __init__(self, response_id: str, index: int, has_encrypted: bool = False) -> None:
@@ -162,9 +138,6 @@ class ReasoningItem(_ContentItem):
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         encrypted = {"encrypted_content": _encrypted(text)} if self._has_encrypted and text is not None else {}
         return super()._item(status, text) | encrypted
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
 
 
 class CallItem(OutputItem):
@@ -197,7 +170,7 @@ class CustomCallItem(CallItem):
 
     def end(self, write: Write, status: str) -> bytes:
         given = _input_of("".join(self._texts))
-        return write(f"{self.EVENT}.delta", self._place() | {"delta": given}) + super().end(write, status)
+        return write(f"{self.EVENT}.delta", self._place | {"delta": given}) + super().end(write, status)
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         call = {"id": self._id, "type": "custom_tool_call", "status": status}
@@ -239,19 +212,46 @@ def item_of(first: Part, response_id: str, index: int, fields: ItemFields) -> Ou
     return MessageItem(response_id, index)
 
 
+class Output:
+    """The items of one response and their events, each of which has the next number."""
+
+    def __init__(self, response_id: str, fields: ItemFields) -> None:
+        self._id = response_id
+        self._fields = fields
+        self._numbers = count()
+        self._items: list[OutputItem] = []
+        self._last: Part | None = None
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        return named_event({"type": kind, "sequence_number": next(self._numbers), **fields})
+
+    def take(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> bytes:
+        """The events of the answer's next part; the scores are those of a text's tokens."""
+        written = b""
+        if begins_segment(part, self._last):
+            if self._items:
+                written = self._items[-1].end(self.event, "completed")
+            self._items.append(item_of(part, self._id, len(self._items), self._fields))
+            written += self._items[-1].begin(self.event)
+        self._last = part
+        if text := self._items[-1].add(part, scores):
+            written += self._items[-1].delta(text, next(self._numbers))
+        return written
+
+    def end(self, status: str) -> bytes:
+        """The events of the last item's end; an answer without parts is an empty message."""
+        written = b"" if self._items else self.take(Content(""))
+        return written + self._items[-1].end(self.event, status)
+
+    def whole(self, status: str) -> list[dict[str, Any]]:
+        """All items; the last one has the response's own status."""
+        *others, last = self._items or [MessageItem(self._id, 0)]
+        return [*(item.whole("completed") for item in others), last.whole(status)]
+
+
 def output_of(response_id: str, parts: Iterable[Part], status: str, fields: ItemFields) -> list[dict[str, Any]]:
-    """The whole output; its last item has the response's own status. An answer without parts is an empty message."""
-    items: list[OutputItem] = []
-    last: Part | None = None
+    """The items that the parts of a whole answer make."""
+    output = Output(response_id, fields)
     for part in parts:
-        if begins_segment(part, last):
-            items.append(item_of(part, response_id, len(items), fields))
-        items[-1].add(part)
-        last = part
-    return whole_output(items or [MessageItem(response_id, 0)], status)
-
-
-def whole_output(items: list[OutputItem], status: str) -> list[dict[str, Any]]:
-    """The items as a response has them."""
-    *others, last = items
-    return [*(item.whole("completed") for item in others), last.whole(status)]
+        output.take(part)
+    return output.whole(status)

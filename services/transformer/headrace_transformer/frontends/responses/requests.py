@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import MAX_TOP_LOGPROBS
@@ -180,7 +180,6 @@ class ResponsesRequest(SampledRequest):
     ignored_tools: tuple[str, ...] = ()
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncation: Literal["auto", "disabled"] = "disabled"
-    _messages: list[TemplateMessage] = PrivateAttr(default_factory=list)
 
     @field_validator("input", mode="before")
     @classmethod
@@ -216,27 +215,18 @@ class ResponsesRequest(SampledRequest):
     def template_hints(self) -> Mapping[str, Any]:
         return effort_variables(self.reasoning.effort, "reasoning.effort") if self.reasoning is not None else {}
 
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        """Variables of the chat template."""
-        options: Mapping[str, Any] = self.template_hints.get("reasoning.effort", {})
-        return options
-
-    def conversation(self, previous: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    def continuing(self, previous: Sequence[TemplateMessage]) -> list[TemplateMessage]:
         """The messages: the instructions, the `previous` ones and the new ones."""
         instructions: list[TemplateMessage] = [("system", self.instructions)] if self.instructions else []
-        return [*instructions, *previous, *self._messages]
-
-    def trim(self) -> None:
-        super().trim()
-        self.input = []  # Its messages are kept.
+        return [*instructions, *previous, *self.conversation]
 
     def check(self) -> None:
         super().check()
         try:
-            self._messages = messages_of(self.input)
+            self._conversation = messages_of(self.input)
         except ValueError as error:
             raise InvalidRequestError(f"input: {error}", param="input") from None
+        self.input = []  # Its messages are kept.
         self._ignored += self.ignored_tools
         if self.text.verbosity not in (None, "medium"):
             self._ignored.append("text.verbosity")

@@ -20,24 +20,9 @@ from headrace_transformer.frontends.http import Bodies, Events, json_body, rest_
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.tools import TemplateMessage
+from headrace_transformer.frontends.responses import stored
 from headrace_transformer.frontends.responses.answers import ResponseAnswer
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
-from headrace_transformer.frontends.responses.stored import (
-    CALL_SEED,
-    HAS_INSTRUCTIONS,
-    ORIGINS,
-    RESPONSE_ID,
-    StoredResponses,
-    conversation_of,
-    fields_of,
-    input_items,
-    messages_before,
-    new_response_id,
-    page_of_items,
-    parameters_of,
-    stored_response,
-    tools_of,
-)
 from headrace_transformer.text.answer_parts import Part
 
 
@@ -46,7 +31,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
 
     def __init__(self, front: FrontEnd, log: Any) -> None:
         self._front = front
-        self._stored = StoredResponses(log, front.pipeline.signer)
+        self._stored = stored.StoredResponses(log, front.pipeline.signer)
 
     @rest_method(openai_error)
     async def Create(self, request: bytes, call: CallContext) -> Bodies:
@@ -59,13 +44,13 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         identity = await self._front.identity(body, parsed.model, call)
         with pipeline.recording_refusals(call, parsed.model):
             previous = await self._previous(parsed, call)
-        own_id = new_response_id(call, pipeline.signer)
+        own_id = stored.new_response_id(call, pipeline.signer)
         answer = ResponseAnswer(own_id, identity.created, parsed)
         if parsed.stream:
             yield Events(self._front.keep_alive_s, answer.failed)
         generation = parsed.text_request(
             call,
-            messages=parsed.conversation(previous),
+            messages=parsed.continuing(previous),
             template_options=parsed.template_options,
             drops_messages=parsed.truncation == "auto",
             default_seed=identity.seed,
@@ -81,7 +66,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     @rest_method(openai_error)
     async def Retrieve(self, request: Argument, call: CallContext) -> HttpBody:
         record = await self._stored.find(request.rest, call)
-        return json_body(stored_response(request.rest, record, self._parts_of(record)))
+        return json_body(stored.stored_response(request.rest, record, self._parts_of(record)))
 
     @rest_method(openai_error)
     async def Delete(self, request: Argument, call: CallContext) -> HttpBody:
@@ -97,25 +82,26 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     @rest_method(openai_error)
     async def InputItems(self, request: Argument, call: CallContext) -> HttpBody:
         record = await self._stored.find(request.rest, call)
-        items = input_items(request.rest, messages_before(record), fields_of(record))
-        return json_body(page_of_items(items, request.query))
+        items = stored.input_items(request.rest, stored.messages_before(record), stored.fields_of(record))
+        return json_body(stored.page_of_items(items, request.query))
 
     async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[TemplateMessage]:
         """The messages that the request continues."""
         if not parsed.previous_response_id:
             return []
         record = await self._stored.find(parsed.previous_response_id, call, "previous_response_id")
-        return conversation_of(record, self._parts_of(record))
+        return stored.conversation_of(record, self._parts_of(record))
 
     def _parts_of(self, record: PayloadRecord) -> Sequence[Part]:
-        served, seed = record.served_model or record.model, parameters_of(record).get(CALL_SEED, 0)
-        return self._front.pipeline.parts_on_record(served, record.text, tools_of(record), seed, record.prompt_ids)
+        served, seed = record.served_model or record.model, stored.parameters_of(record).get(stored.CALL_SEED, 0)
+        parts_on_record, tools = self._front.pipeline.parts_on_record, stored.tools_of(record)
+        return parts_on_record(served, record.text, tools, seed, record.prompt_ids)
 
 
 def _further_parameters(parsed: ResponsesRequest, own_id: str, seed: int) -> dict[str, Any]:
     """The parameters by which the record is found and read again, unless the client wants that it is not."""
-    given: dict[str, Any] = {RESPONSE_ID: own_id} if parsed.store else {"store": False}
+    given: dict[str, Any] = {stored.RESPONSE_ID: own_id} if parsed.store else {"store": False}
     if parsed.store and parsed.tools:
-        given[CALL_SEED] = seed
-        given |= {ORIGINS: dict(parsed.origins)} if parsed.origins else {}
-    return given | {HAS_INSTRUCTIONS: True} if parsed.instructions else given
+        given[stored.CALL_SEED] = seed
+        given |= {stored.ORIGINS: dict(parsed.origins)} if parsed.origins else {}
+    return given | {stored.HAS_INSTRUCTIONS: True} if parsed.instructions else given

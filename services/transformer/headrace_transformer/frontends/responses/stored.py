@@ -19,10 +19,11 @@ from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
 from headrace_transformer.frontends.http import limit_of, newest_first, page_of
+from headrace_transformer.frontends.openai.answers import message_of
 from headrace_transformer.frontends.openai.errors import NoSuchObjectError
 from headrace_transformer.frontends.openai.tools import (
     TemplateMessage,
-    call_of,
+    ToolCall,
     json_text,
     read_tools,
     template_message,
@@ -159,18 +160,9 @@ def _message_of(message: dict[str, Any]) -> TemplateMessage:
 
 def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
     """The assistant's message that an answer makes."""
-    texts: dict[type[Part], list[str]] = {Content: [], Reasoning: []}
-    calls: list[tuple[CallStart, list[str]]] = []
-    for part in parts:
-        if isinstance(part, CallStart):
-            calls.append((part, []))
-        elif isinstance(part, CallArguments):
-            calls[-1][1].append(part.text)
-        else:
-            texts[type(part)].append(part.text)
-    content, reasoning = ("".join(found) for found in texts.values())
-    found = [call_of(start.id, start.name, "".join(arguments)) for start, arguments in calls]
-    return template_message("assistant", content, found, reasoning=reasoning)
+    message = message_of(parts)
+    calls = [ToolCall.model_validate(call) for call in message.get("tool_calls", ())]
+    return template_message("assistant", message["content"] or "", calls, message.get("reasoning"))
 
 
 def _request_id(wanted: str, call: CallContext, signer: Signer) -> str | None:

@@ -91,14 +91,9 @@ def repository_request(kind: type[LoadT], model: str, data: bytes) -> LoadT:
                 parameter.bytes_param = base64.b64decode(value, validate=True)
             except (TypeError, ValueError):
                 raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None
-        elif isinstance(value, bool):
-            parameter.bool_param = value
-        elif isinstance(value, int) and -(2**63) <= value < 2**63:
-            parameter.int64_param = value
-        elif isinstance(value, str):
-            parameter.string_param = value
         else:
-            raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")
+            refusal = f"parameter {name!r} must be true, false, a string or a whole number"
+            _set_scalar(parameter, "int64_param", value, refusal)
     return request
 
 
@@ -126,14 +121,8 @@ def trace_settings(response: pb.TraceSettingResponse) -> dict[str, Any]:
 def log_request(data: bytes) -> pb.LogSettingsRequest:
     request = pb.LogSettingsRequest()
     for name, value in _document(data).items():
-        if isinstance(value, bool):
-            request.settings[name].bool_param = value
-        elif isinstance(value, int) and 0 <= value < 2**32:
-            request.settings[name].uint32_param = value
-        elif isinstance(value, str):
-            request.settings[name].string_param = value
-        else:
-            raise InvalidRequestError(f"log setting {name!r} must be true, false, a string or a number of 32 bits")
+        refusal = f"log setting {name!r} must be true, false, a string or a number of 32 bits"
+        _set_scalar(request.settings[name], "uint32_param", value, refusal)
     return request
 
 
@@ -143,6 +132,15 @@ def log_settings(response: pb.LogSettingsResponse) -> dict[str, Any]:
         for name, setting in response.settings.items()
         if (choice := setting.WhichOneof("parameter_choice")) is not None
     }
+
+
+def _set_scalar(target: Any, whole: str, value: Any, refusal: str) -> None:
+    """Sets the field of a parameter that a value in JSON belongs in; whole numbers fit the field `whole`, or not."""
+    field = {bool: "bool_param", int: whole, str: "string_param"}.get(type(value), "")
+    try:
+        setattr(target, field, value)
+    except (AttributeError, ValueError):
+        raise InvalidRequestError(refusal) from None
 
 
 def _document(data: bytes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from headrace.oip.parameters import plain_parameters, write_parameters
 from headrace.oip.tensors import BYTES, RawTensor
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
-from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, flattened, json_of, tensor_of
+from headrace_transformer.frontends.v2_rest.tensors import fitted_shape, flattened, json_of, serialized, tensor_of
 
 _PARAMETERS = "parameters"
 _SAMPLING = "sampling_parameters"
@@ -55,11 +55,8 @@ def read_generate(data: bytes, model: str, version: str, metadata: bytes) -> tup
             tensors[name] = _declared_tensor(inputs[name], parameters.pop(name))
     else:
         tensors = {name: _undeclared_tensor(name, value) for name, value in fields.items()}
-    for name, tensor in tensors.items():
-        request.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-        request.raw_input_contents.append(tensor.data)
     write_parameters(request.parameters, parameters)
-    return None, request.SerializeToString()
+    return None, serialized(request, tensors)
 
 
 def write_answer(serialized: pb.ModelInferResponse | bytes) -> tuple[None, bytes]:

@@ -1,6 +1,6 @@
 """Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
 
-With the header `inference-header-content-length` binary data follows the JSON (body_tensors.py). Length 0 is a raw
+With the header `inference-header-content-length` binary data follows the JSON (tensors.py). Length 0 is a raw
 binary request: the body is the contents of a model's one input. Answers have the same form: an output is binary if the
 request sets `binary_data` of that output, or `binary_data_output` for all outputs that it does not name; a raw binary
 request gets all outputs so.
@@ -22,19 +22,20 @@ import orjson
 
 from headrace.errors import InvalidRequestError, TooLargeError
 from headrace.oip.parameters import plain_parameters, write_parameters
-from headrace.oip.raw_contents import Contents, joined
 from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.frontends.v2_rest.body_tensors import (
+from headrace_transformer.frontends.v2_rest.tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
     MAX_BODY_BYTES,
     NamedTensor,
-    add_inputs,
+    fitted_shape,
+    json_of,
+    read_inputs,
+    serialized,
     split_body,
 )
-from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of
 from headrace_transformer.predictors.oip.oip_call import predictor_answers
 
 CONTENT_ENCODING = "content-encoding"
@@ -60,7 +61,7 @@ def read_body(data: bytes, model: str, version: str, header_length: int | None) 
     for tensor in (*body.inputs, *(body.outputs or ())):
         _check_extensions(tensor)
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
-    contents = add_inputs(request, body.inputs, binary_data)
+    inputs = read_inputs(body.inputs, binary_data)
 
     parameters = dict(body.parameters or {})
     binary = _truth(parameters.pop(BINARY_ALL, None), BINARY_ALL) or False
@@ -72,7 +73,7 @@ def read_body(data: bytes, model: str, version: str, header_length: int | None) 
         wanted = _truth(output.parameter(BINARY), BINARY)
         named[output.name] = binary if wanted is None else wanted
         request.outputs.add(name=output.name)
-    return OutputForm(binary, named), joined(request, contents)
+    return OutputForm(binary, named), serialized(request, inputs)
 
 
 def read_raw_body(
@@ -84,16 +85,15 @@ def read_raw_body(
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
         )
     (entry,) = metadata.inputs
-    contents: Contents = data
     if entry.datatype == BYTES:
-        count, contents = 1, len(data).to_bytes(4, "little") + data
+        count, data = 1, len(data).to_bytes(4, "little") + data
     else:
         count, rest = divmod(len(data), dtype_of(entry.name, entry.datatype).itemsize)
         if rest:
             raise InvalidRequestError(f"{len(data)} bytes are not a whole number of elements of {entry.datatype}")
+    tensor = RawTensor(entry.datatype, fitted_shape(entry.name, entry.shape, count), data)
     request = pb.ModelInferRequest(model_name=model, model_version=version)
-    request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
-    return OutputForm(binary=True), joined(request, [contents])
+    return OutputForm(binary=True), serialized(request, {entry.name: tensor})
 
 
 def write_body(answer: pb.ModelInferResponse | bytes, form: OutputForm) -> tuple[int | None, bytes]:

@@ -22,7 +22,6 @@ from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryReques
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
 from headrace_transformer.frontends.http import EVENTS, JSON, Bodies, Events, json_body, one_line, rest_method
 from headrace_transformer.frontends.v2_rest import documents
-from headrace_transformer.frontends.v2_rest.body_tensors import HEADER_LENGTH
 from headrace_transformer.frontends.v2_rest.generate_body import read_generate, write_answer
 from headrace_transformer.frontends.v2_rest.infer_body import (
     CONTENT_ENCODING,
@@ -34,6 +33,7 @@ from headrace_transformer.frontends.v2_rest.infer_body import (
     read_raw_body,
     write_body,
 )
+from headrace_transformer.frontends.v2_rest.tensors import HEADER_LENGTH
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.predictors.link.links import Links
