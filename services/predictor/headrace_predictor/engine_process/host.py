@@ -148,14 +148,14 @@ def light_imports() -> Iterator[None]:
     for name in _DEFERRED:
         if name not in sys.modules:
             _defer(name)
-    patches = {"is_torch_distributed_available": _never, "is_scipy_available": _never}
+    patches: dict[str, Any] = {"is_torch_distributed_available": _never, "is_scipy_available": _never}
     patches["direct_transformers_import"] = lambda _: sys.modules[_TRANSFORMERS]  # It would import it again.
     for name in ("transformers.utils", "transformers.utils.import_utils"):
         vars(import_module(name)).update(patches)
     # The compiler's submodules can be imported, but not its own code, which imports all of them. Numba looks for SciPy.
     absent = {_COMPILER: _without_code(_COMPILER, _decorator), "scipy.linalg": None}
     absent = {name: module for name, module in absent.items() if name not in sys.modules}
-    sys.modules |= absent  # type: ignore[assignment]  # None: it cannot be imported.
+    sys.modules |= absent
     try:
         yield
     finally:
