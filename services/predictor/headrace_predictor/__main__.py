@@ -81,11 +81,11 @@ async def serve(settings: "PredictorSettings", host: EngineHost) -> None:
 
 
 def _generates(source: "ModelSource") -> bool:
-    """Whether it will need an engine process; False where only the load finds out."""
+    """Whether it needs an engine process, as most do of which only the load finds out."""
     from headrace.models.kinds import ModelKind, kind_of
 
     try:
-        return source.is_local and kind_of(source, Path(source.location)) is ModelKind.GENERATION
+        return not source.is_local or kind_of(source, Path(source.location)) is ModelKind.GENERATION
     except (OSError, ValueError):
         return False
 
