@@ -91,7 +91,9 @@ def own_end_ids(folder: Path) -> frozenset[int]:
     """The end tokens of a folder's tokenizer; none where there is no tokenizer that can be read."""
     try:
         config = read_config(folder, "tokenizer_config.json")
-        if stated := config.get("added_tokens_decoder"):  # Without building a tokenizer, which takes longer.
+        stated = config.get("added_tokens_decoder") or {}
+        adds = _CALL_END in str(config) or (folder / "special_tokens_map.json").is_file()
+        if stated or not adds:  # Without building a tokenizer, which takes longer.
             own = read_config(folder, TOKENIZER_FILE).get("added_tokens")  # Its ids have priority.
             ids = {
                 token["content"]: int(token["id"]) for token in own or [{"id": i, **one} for i, one in stated.items()]

@@ -1,13 +1,14 @@
-"""Starts the predictor."""
+"""Starts the predictor: first the engine host, whose imports take longest, and meanwhile imports its own."""
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headrace.models.kinds import ModelKind, kind_of
-from headrace.models.sources import ModelSource
-from headrace.rpc.server.service import run_service
 from headrace_predictor.engine_process.engine_host import EngineHost
-from headrace_predictor.settings import PredictorSettings
+
+if TYPE_CHECKING:
+    from headrace.models.sources import ModelSource
+    from headrace_predictor.settings import PredictorSettings
 
 _SERVICE = "inference.GRPCInferenceService"
 _TAP_DRAIN_S = 3.0
@@ -15,13 +16,18 @@ _TAP_DRAIN_S = 3.0
 
 def main(prepare: str = "") -> None:
     """Runs the service. `prepare`: a `module:function` that each engine process calls before it loads its model."""
-    run_service("predictor", PredictorSettings, partial(serve, host=EngineHost(prepare)))
+    host = EngineHost(prepare)
+    host.start()
+    from headrace.rpc.server.service import run_service
+    from headrace_predictor.settings import PredictorSettings
+
+    run_service("predictor", PredictorSettings, partial(serve, host=host))
 
 
-async def serve(settings: PredictorSettings, host: EngineHost) -> None:
-    if any(map(_generates, settings.models)):
-        host.start()
-    # Wrong settings are reported before the rest is imported, and meanwhile the host imports its libraries.
+async def serve(settings: "PredictorSettings", host: EngineHost) -> None:
+    if not any(map(_generates, settings.models)):
+        await host.close()
+    # Wrong settings are reported before the rest is imported.
     from headrace.endpoints import steps_port
     from headrace.payload.tap import PayloadTap
     from headrace.rpc.server.listeners import READY
@@ -74,10 +80,12 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     await server.run()
 
 
-def _generates(source: ModelSource) -> bool:
-    """Whether it will need an engine process; False where only the load finds out."""
+def _generates(source: "ModelSource") -> bool:
+    """Whether it needs an engine process, as most do of which only the load finds out."""
+    from headrace.models.kinds import ModelKind, kind_of
+
     try:
-        return source.is_local and kind_of(source, Path(source.location)) is ModelKind.GENERATION
+        return not source.is_local or kind_of(source, Path(source.location)) is ModelKind.GENERATION
     except (OSError, ValueError):
         return False
 

@@ -76,6 +76,7 @@ class EngineHost:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | _ENVIRONMENT,
+                start_new_session=True,  # Linux divides processors among sessions; it dies with its parent anyway.
             )
         self.pid = process.pid
         process.returncode = 0  # This class waits for its end.

@@ -16,8 +16,12 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +31,8 @@ from headrace.rpc.limits.byte_budget import give_memory_back
 
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
-_COMPILER = "torch._dynamo"
+_COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
+_DEFERRED = ("torch.export", _TRANSFORMERS, "transformers.models")
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
@@ -134,32 +139,66 @@ def _unmap_idle_code() -> None:
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Imports transformers without torch's compiler, torch's tensors on several machines, and SciPy's optimizers.
+    """Imports torch and transformers without what an engine process never uses.
 
-    transformers takes from them decorators, placements and losses of training, which an engine process never uses. They
-    were a third of the processor's time of a host's start. For a process that compiles nothing by torch: what is
-    decorated meanwhile says nothing to the compiler.
+    That is torch's compiler and exporter, its tensors on several machines, SciPy, and the names of all classes, which
+    transformers reads twice from the files of all models. They were half of the processor's time of a host's start. For
+    a process that compiles nothing by torch: what is decorated meanwhile says nothing to the compiler.
     """
-    from transformers import utils
-
-    for module in (utils, utils.import_utils):
-        vars(module).update(is_torch_distributed_available=_never, is_scipy_available=_never)
-    if _COMPILER in sys.modules or (spec := find_spec(_COMPILER)) is None:
-        yield
-        return
-    # Its submodules can be imported, but not its own code, which imports all of them.
-    package: Any = module_from_spec(spec)
-    package.__getattr__ = _decorator
-    sys.modules[_COMPILER] = package
+    for name in _DEFERRED:
+        if name not in sys.modules:
+            _defer(name)
+    patches: dict[str, Any] = {"is_torch_distributed_available": _never, "is_scipy_available": _never}
+    patches["direct_transformers_import"] = lambda _: sys.modules[_TRANSFORMERS]  # It would import it again.
+    for name in ("transformers.utils", "transformers.utils.import_utils"):
+        vars(import_module(name)).update(patches)
+    # The compiler's submodules can be imported, but not its own code, which imports all of them. Numba looks for SciPy.
+    absent = {_COMPILER: _without_code(_COMPILER, _decorator), "scipy.linalg": None}
+    absent = {name: module for name, module in absent.items() if name not in sys.modules}
+    sys.modules |= absent
     try:
         yield
     finally:
-        del sys.modules[_COMPILER]
+        for name in absent:
+            del sys.modules[name]
 
 
-def _decorator(name: str) -> Any:
-    if name.startswith("__"):  # Which the import system looks for.
-        raise AttributeError(name)
+def _defer(name: str) -> None:
+    """Puts off a module's own code until somebody takes a name of it; submodules can be imported without."""
+
+    def attribute(own: str) -> Any:
+        if PathFinder.find_spec(f"{name}.{own}", vars(module).get("__path__", ())):
+            return import_module(f"{name}.{own}")
+        del module.__getattr__
+        module.__spec__.loader.exec_module(module)
+        if (actual := sys.modules[name]) is not module:  # transformers' have put another in their place.
+            module.__getattr__ = partial(getattr, actual)
+        return getattr(actual, own)
+
+    sys.modules[name] = module = _without_code(name, attribute)
+
+
+def _without_code(name: str, attribute: Callable[[str], Any]) -> Any:
+    """A module whose own code has not run; `attribute` gives its attributes by name."""
+
+    def named(own: str) -> Any:
+        if own.startswith("__"):  # Which the import system looks for.
+            raise AttributeError(own)
+        return attribute(own)
+
+    package, *inner = name.split(".")
+    spec: Any = find_spec(package)  # That of a submodule would import the package.
+    if inner:
+        folders = [os.path.join(folder, *inner[:-1]) for folder in spec.submodule_search_locations]
+        spec = PathFinder.find_spec(name, folders)
+    module: Any = module_from_spec(spec)
+    module.__getattr__ = named
+    if name == _TRANSFORMERS:  # Its submodules read that.
+        module.__version__ = version(name)
+    return module
+
+
+def _decorator(_: str) -> Any:
     return _unchanged
 
 

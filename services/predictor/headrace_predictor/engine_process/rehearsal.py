@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from headrace_predictor.engine.runners.memory import cache_shape

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -152,8 +152,8 @@ def _auto_class(name: str, folder: Path) -> Any:
     own = str((config.architectures or [""])[0])
     classes = {auto: found for auto, mapping in _MAPPINGS.items() if (found := mapping.get(type(config), None))}
     fitting = [auto for auto, found in classes.items() if found.__name__ == own]
-    if (config.is_encoder_decoder and own.endswith("Model")) or not hasattr(transformers, own):
-        fitting = fitting or [*classes]  # A class without its tied head, or the name of another library.
+    if not fitting and ((config.is_encoder_decoder and own.endswith("Model")) or not hasattr(transformers, own)):
+        fitting = [*classes]  # A class without its tied head, or the name of another library.
     if not fitting:
         raise StartupError(f"model {name}: {own or config.model_type} is not an architecture that generates text")
     if (reads := classes[fitting[0]].main_input_name) != "input_ids":

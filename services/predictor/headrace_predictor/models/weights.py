@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers.models.auto import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError

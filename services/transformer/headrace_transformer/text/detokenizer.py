@@ -96,6 +96,8 @@ class Decoder:
         # All special tokens, by id. `id_to_token` would write them as the normalizer does.
         self.special_texts: Mapping[int, str] = {id: token.content for id, token in added.items() if token.special}
         self._end = max(vocabulary.values(), default=-1) + 1
+        # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
+        self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self.fallback: frozenset[int] = frozenset()
         if b'"ByteFallback"' in (backend.decoder.__getstate__() if backend.decoder else b""):
             self.fallback = frozenset(token_id for token, token_id in vocabulary.items() if _FALLBACK.fullmatch(token))

@@ -71,8 +71,6 @@ class TextTokenizer:
         self._has_slow_template: bool | None = None  # Not known before the first rendering, which others wait for.
         self._first_rendering = asyncio.Lock()
         self._pool = pool
-        # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
-        self._longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
 
     async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """The text's ids, at most `max_tokens` of them; raises InvalidRequestError."""
@@ -170,7 +168,7 @@ class TextTokenizer:
 
     def most_bytes(self, tokens: int) -> int:
         """How many bytes so many tokens stand for at most."""
-        return tokens * self._longest_token_bytes
+        return tokens * self.decoder.longest_token_bytes
 
     def _refuse_oversize(self, size: int, max_tokens: int) -> None:
         if size > self.most_bytes(max_tokens):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu import kernel

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.interface import ModelRunner

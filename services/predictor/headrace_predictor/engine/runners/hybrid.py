@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies, scaled
 from headrace_predictor.engine.state.cache import Array

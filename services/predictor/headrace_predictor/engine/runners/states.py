@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, MiniMaxForCausalLM, RecurrentGemmaForCausalLM, RwkvForCausalLM
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.models.minimax import MiniMaxForCausalLM
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.recurrent_gemma import RecurrentGemmaForCausalLM
+from transformers.models.rwkv import RwkvForCausalLM
 
 from headrace_predictor.engine.runners.unread import as_zeros
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import __version__ as transformers_version
 from transformers.activations import SiLUActivation
+from transformers.models.llama import LlamaForCausalLM
+from transformers.models.mistral import MistralForCausalLM
+from transformers.models.qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3 import Qwen3ForCausalLM
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
@@ -126,7 +129,7 @@ def open_file(model: Any, format_: str, kept_at: Path | None, most: int, size: i
     """
     if kept_at is None or size < _LEAST_KEPT_BYTES:
         return PackedFile()
-    code = sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:16]
+    code = sha256(Path(__file__).read_bytes() + transformers_version.encode()).hexdigest()[:16]
     dtype = str(model.dtype).removeprefix("torch.")
     return PackedFile(kept_at.with_name(f"{kept_at.name}-{CODE}-{code}-{dtype}-{format_}{SUFFIX}"), size, most)
 
