@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation, NewGELUActivation, QuickGELUActivation
 from transformers.models.bloom.modeling_bloom import BloomGelu
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
@@ -290,6 +293,24 @@ def test_a_gelu_by_the_hyperbolic_tangent_is_one_operation(kind, is_short):
     shorten(model)
     torch.testing.assert_close(model(x), expected)
     assert ("forward" in vars(model[0])) == is_short
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Qwen3NextRMSNormGated(64),
+        GraniteMoeHybridRMSNormGated(64, group_size=32),
+        *(FalconH1RMSNormGated(64, n_groups=2, norm_before_gate=first) for first in (True, False)),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_a_gated_norm_is_one_operation(norm):
+    x, gate = torch.randn(2, 3, 5, 64)
+    norm.weight.data = torch.randn(64)
+    expected = norm(x, gate)
+    shorten(norm)
+    torch.testing.assert_close(norm(x, gate), expected)
+    assert "forward" in vars(norm)
 
 
 def test_slots_keep_their_contents_wherever_they_are_moved():

@@ -4,7 +4,7 @@ A call takes arrays that are prepared once for a model or once a step: with a fe
 the computation.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ except ImportError:  # Numba is optional.
     cpu_attention = None  # type: ignore[assignment]
 
 _UNROLL = 8  # The kernels' head sizes are multiples of this.
+Gates = Literal["first", "last"]
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -88,15 +89,22 @@ class Attention:
 
 
 class RmsNorm:
-    """Divides rows, float32 or bfloat16, by their root mean square, and multiplies by a weight, as `LlamaRMSNorm`."""
+    """Divides rows, float32 or bfloat16, by their root mean square, and multiplies by a weight, as `LlamaRMSNorm`.
 
-    def __init__(self, norm: Any, offset: float = 0.0) -> None:
+    Where `groups` divide a row, each by its own. With `gates`, SiLU of them is multiplied to the rows or the norm.
+    """
+
+    def __init__(self, norm: Any, offset: float = 0.0, groups: int = 1, gates: Gates | None = None) -> None:
         """Takes the weight [n], to which `offset` is added, and the epsilon of a norm of transformers."""
         self._weight = array_of(norm.weight.detach() + offset)
         self._epsilon = np.float32(getattr(norm, "variance_epsilon", None) or norm.eps)
+        self._groups, self._gates = groups, gates
 
-    def __call__(self, x: Tensor, output: Buffer) -> Tensor:
-        """Writes the norm of x [rows, n] to an output of its shape and dtype."""
-        x = x.contiguous()
-        cpu_norm.rms_norm(x.data_ptr(), self._weight, self._epsilon, output.array)
+    def __call__(self, x: Tensor, output: Buffer, gate: Tensor | None = None) -> Tensor:
+        """Writes the norm of x [rows, n], with a gate of its shape and dtype, to an output of these too."""
+        x, gate = x.contiguous(), None if gate is None else gate.contiguous()
+        cpu_norm.rms_norm(
+            *(x.data_ptr(), 0 if gate is None else gate.data_ptr(), self._weight, self._epsilon),
+            *(self._groups, self._gates == "first", output.array),
+        )
         return output.tensor

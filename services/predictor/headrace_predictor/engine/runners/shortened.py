@@ -4,7 +4,7 @@ With a few rows, a root mean square norm or a GELU of eight operations takes as 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def shorten(model: Any) -> None:
             module.forward = short
 
 
-def _short(module: Any) -> Callable[[Tensor], Tensor] | None:
+def _short(module: Any) -> Callable[..., Tensor] | None:
     """A function that gives what a module does, in less time; None if there is none."""
     if isinstance(module, nn.Dropout):
         return lambda x: x
@@ -34,15 +34,29 @@ def _short(module: Any) -> Callable[[Tensor], Tensor] | None:
     has_epsilon = any(isinstance(getattr(module, name, None), float) for name in ("variance_epsilon", "eps"))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not has_epsilon or hasattr(module, "bias"):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1 or not kernel.takes(weight):
+    inputs = len(inspect.signature(module.forward).parameters)
+    if inputs > 2 or not kernel.takes(weight):
         return None
-    trial = torch.randn(2, len(weight), dtype=weight.dtype, generator=torch.Generator().manual_seed(0)) + 1
-    expected, tolerance = module(trial), 8 * torch.finfo(weight.dtype).eps
-    for offset in (0.0, 1.0):
-        norm = _Norm(module.forward, kernel.RmsNorm(module, offset), weight.dtype)
-        if torch.allclose(norm(trial), expected, tolerance, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    trials = [torch.randn(2, len(weight), dtype=weight.dtype, generator=generator) + 1 for _ in range(inputs)]
+    expected, tolerance = module(*trials), 8 * torch.finfo(weight.dtype).eps
+    for form in _plain_forms() if inputs == 1 else _gated_forms(module):
+        norm = _Norm(module.forward, kernel.RmsNorm(module, **form), weight.dtype, inputs)
+        if torch.allclose(norm(*trials), expected, tolerance, tolerance):
             return norm
     return None
+
+
+def _plain_forms() -> Iterator[dict[str, Any]]:
+    """What a norm may be: see `kernel.RmsNorm`."""
+    return ({"offset": offset} for offset in (0.0, 1.0))
+
+
+def _gated_forms(module: Any) -> Iterator[dict[str, Any]]:
+    size = len(module.weight)
+    groups = {1, getattr(module, "n_groups", 1), size // getattr(module, "group_size", size)}
+    fitting = [count for count in groups if size % (16 * count) == 0]
+    return ({"groups": count, "gates": gates} for count in fitting for gates in ("first", "last"))
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
@@ -50,13 +64,15 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 class _Norm:
-    def __init__(self, own: Callable[[Tensor], Tensor], norm: kernel.RmsNorm, dtype: torch.dtype) -> None:
+    def __init__(self, own: Callable[..., Tensor], norm: kernel.RmsNorm, dtype: torch.dtype, inputs: int) -> None:
         self._own = own
         self._norm = norm
         self._dtype = dtype
+        self._inputs = inputs
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype is not self._dtype:
-            return self._own(x)
-        rows = x.flatten(0, -2)
-        return self._norm(rows, kernel.Buffer(rows.shape, x.dtype)).view(x.shape)
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        given = [x] if gate is None else [x, gate]
+        if len(given) != self._inputs or any(one.dtype is not self._dtype for one in given):
+            return self._own(*given)
+        rows, *gates = (one.flatten(0, -2) for one in given)
+        return self._norm(rows, kernel.Buffer(rows.shape, x.dtype), *gates).view(x.shape)
