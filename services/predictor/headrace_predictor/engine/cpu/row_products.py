@@ -20,7 +20,7 @@ from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 from headrace_predictor.engine.state.cache import Array
 
-_FEW_ROWS = 16
+_FEW_NUMBERS = 1 << 18  # Which one thread has converted before another would have begun.
 _LEAST_ROWS = 4  # Fewer take as long.
 _ALONE = 1 << 22  # Multiplications that are not worth another thread.
 _F = np.empty(0, np.float32)
@@ -79,7 +79,7 @@ def _computing(loop: Any) -> Any:
         """All products, each as a pass of decode.py computes it; `x` and `out` are addresses of numbers like `like`."""
         tokens = ends[-1]
         parameters, chunks = _parameters(products[0], tokens, memory), _chunks(products, ends, threads)
-        if tokens <= _FEW_ROWS:  # To begin a loop of several threads takes longer.
+        if tokens * products[0, decode.ROW] <= _FEW_NUMBERS:
             for token in range(tokens):
                 _convert(token, x, like, products[0], parameters, marker)
         else:
@@ -87,7 +87,7 @@ def _computing(loop: Any) -> Any:
                 _convert(token, x, like, products[0], parameters, marker)
         for chunk in loop(chunks[-1]):
             _multiply(chunk, chunks, products, ends, parameters, marker, threads)
-        if tokens <= _FEW_ROWS:
+        if tokens * products[0, decode.OUTPUTS] <= _FEW_NUMBERS:
             for token in range(tokens):
                 _narrow(token, products[0], parameters, out, like)
         else:
