@@ -138,6 +138,14 @@ def test_prompts_that_come_all_at_once_to_a_new_engine_progress_before_any_step_
         assert max(steps) < 1.25 * TARGET_S
 
 
+def test_a_crowd_at_a_new_engine_need_not_wait_for_a_step_without_prompts():
+    machine, pace = Machine(fixed=0.03, per_stream=0.0025, per_token=0.0025), PrefillPace(0.024)
+    machine.observe(pace, 0, pace.limit(0, 64))
+    for _ in range(2):
+        machine.observe(pace, 8, pace.limit(8, 56))
+    assert pace.limit(8, 56) > 64
+
+
 @given(
     st.lists(
         st.tuples(

@@ -194,7 +194,7 @@ class PrefillPace:
     def __init__(self, max_gap_s: float, packed: bool = True) -> None:
         self._max_gap_s = max_gap_s
         self._packed = packed
-        self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its number of streams.
+        self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its rows.
         self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by the tokens that its chunk attends to.
 
     def limit(self, streams: int, prompts: int, position: int = 0) -> int:
@@ -202,7 +202,7 @@ class PrefillPace:
         alone_s, prompts = self._streams.estimate(streams), min(prompts, _MOST_PROMPTS)
         if not streams:
             return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position)))
-        # `alone_s` is 0 until there was a step without prompts: a new engine may be given many of them at once.
+        # `alone_s` is 0 until there was a step of mostly streams: a new engine may be given many prompts at once.
         longest_s = max(
             self._max_gap_s,
             alone_s * max(_LEAST_STRETCH, 1 + prompts / streams),
@@ -222,9 +222,10 @@ class PrefillPace:
         for start, count in chunks:
             tokens += count
             attended += (count + _READ) * (start + count / 2)
-        if not tokens:
-            self._streams.observe(streams, seconds)
-        else:
+        is_first = self._packed and tokens <= streams and not self._streams.mean
+        if not tokens or is_first:  # A token of a short chunk costs about what a stream does.
+            self._streams.observe(streams + tokens, seconds)
+        if tokens:
             added_s = max(0.0, seconds - self._streams.estimate(streams))
             self._costs.observe(attended / tokens, added_s / tokens)
 
