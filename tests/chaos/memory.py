@@ -13,11 +13,7 @@ from tests.support.runner_stack import Stack
 
 # Small caches of a predictor, full once it is warm: keys and values, and those of oneDNN and torch for compiled
 # shapes. With their usual sizes they grow for thousands of streams.
-SMALL_CACHES = {
-    "PREDICTOR_KV_CACHE_MEMORY": "16MiB",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
-    "LRU_CACHE_CAPACITY": "1",
-}
+SMALL_CACHES = {"PREDICTOR_KV_CACHE_MEMORY": "16MiB", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 # Other allowed growth of a process, in bytes: the logger's database fills its cache of pages.
 CACHES = {"logger": 64 << 20}
 _EVERY_S = 1.0

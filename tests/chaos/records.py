@@ -92,12 +92,7 @@ def compare(
 
 
 def _wrong_text(
-    call: Call,
-    own: Sequence[PayloadRecord],
-    oracle: Oracle,
-    excused: bool,
-    kills: Sequence[Span],
-    findings: Findings,
+    call: Call, own: Sequence[PayloadRecord], oracle: Oracle, excused: bool, kills: Sequence[Span], findings: Findings
 ) -> str:
     right = oracle.answers[call.request.required_story].text
     for record in own:

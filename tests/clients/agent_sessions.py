@@ -48,10 +48,7 @@ async def main():
     openai = AsyncOpenAI(base_url=f"{gateway}/v1", api_key="any", max_retries=0)
     for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
         agent = agents.Agent(
-            name="helper",
-            model=kind("caller", openai),
-            tools=[agents.function_tool(weather)],
-            output_type=Weather,
+            name="helper", model=kind("caller", openai), tools=[agents.function_tool(weather)], output_type=Weather
         )
         check(kind.__name__, (await agents.Runner.run(agent, QUESTION)).final_output)
     provider = OpenAIProvider(base_url=f"{gateway}/v1", api_key="any")

@@ -80,17 +80,12 @@ answer = results(batch.output_file_id)["one"]["response"]["body"]
 assert (answer["object"], answer["model"]) == ("response", "storyteller")
 
 # What is wrong with a file is named by line.
-wrong = [
-    line("one"),
-    b"no JSON\n",
-    {**line("two"), "method": "GET"},
-]
+wrong = [line("one"), b"no JSON\n", {**line("two"), "method": "GET"}]
 batch = ended(create(upload(*wrong)))
 assert batch.status == "failed"
-assert [(error.line, error.code) for error in batch.errors.data] == [
-    (2, "invalid_json_line"),
-    (3, "invalid_method"),
-], batch
+assert [(error.line, error.code) for error in batch.errors.data] == [(2, "invalid_json_line"), (3, "invalid_method")], (
+    batch
+)
 batch = ended(create(upload(line("one", model="nobody"))))
 assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_allowed")], batch
 

@@ -19,10 +19,7 @@ __all__ = ["key_file", "keyed"]
 
 ROOT = Path(__file__).parents[2]
 SERVICE, GENERATE = "inference.GRPCInferenceService", "headrace.v1.TextGeneration/Generate"
-ENVIRONMENTS = {
-    "triton_grpc": ".venv-clients",
-    "kserve_clients": ".venv-kserve",
-}
+ENVIRONMENTS = {"triton_grpc": ".venv-clients", "kserve_clients": ".venv-kserve"}
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

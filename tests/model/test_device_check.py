@@ -16,11 +16,7 @@ from tests.gpu.wheels import GIVEN, lacking
 from tests.support.forkserver import IMPORTS
 from tests.support.requirements import closure
 
-OUTCOMES = {
-    "crash": "it ended with -6",
-    "hang": "it was not done within 3 s",
-    "break": "",
-}
+OUTCOMES = {"crash": "it ended with -6", "hang": "it was not done within 3 s", "break": ""}
 
 
 @pytest.mark.parametrize("fate", OUTCOMES)

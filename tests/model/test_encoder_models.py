@@ -280,10 +280,7 @@ async def test_an_unsupported_model_is_refused_in_one_line(tmp_path, serve):
         ({"model_type": "bert", "architectures": ["BertModel"]}, ModelKind.EMBEDDING),
         ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, ModelKind.CLASSIFICATION),
         ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, ModelKind.CLASSIFICATION),
-        (
-            {"model_type": "t5", "architectures": ["T5EncoderModel"], "is_encoder_decoder": True},
-            ModelKind.EMBEDDING,
-        ),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"], "is_encoder_decoder": True}, ModelKind.EMBEDDING),
         ({"model_type": "bart", "architectures": ["BartModel"], "is_encoder_decoder": True}, ModelKind.GENERATION),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, ModelKind.GENERATION),
         ({"model_type": "gpt2", "architectures": ["GPT2Model"]}, ModelKind.EMBEDDING),

@@ -7,15 +7,7 @@ import time
 import pytest
 
 from headrace_predictor.engine.interface import Timeline
-from tests.model.fakes import (
-    CROWD,
-    FakeRunner,
-    Gate,
-    assert_crowd_is_unharmed,
-    read_all,
-    request,
-    submit_crowd,
-)
+from tests.model.fakes import CROWD, FakeRunner, Gate, assert_crowd_is_unharmed, read_all, request, submit_crowd
 from tests.support.in_process_engine import submit
 from tests.waiting import until
 

@@ -197,12 +197,7 @@ def test_what_is_not_honoured_is_logged_and_shown(saved, caplog):
         ({"eos_token_id": None, "text_config": {"eos_token_id": 9}}, {}, {}, {9}),
         ({}, {"eos_token_id": 7}, {"eos_token": "<|user|>"}, {7, 4}),
         # gpt-oss ends an answer with a call, too.
-        (
-            {},
-            {"eos_token_id": 7},
-            {"eos_token": "<|user|>", "extra_special_tokens": ["<|call|>"]},
-            {7, 4, 1536},
-        ),
+        ({}, {"eos_token_id": 7}, {"eos_token": "<|user|>", "extra_special_tokens": ["<|call|>"]}, {7, 4, 1536}),
         # tokenizer.json has the token with another id.
         ({}, {}, {"eos_token": "<|user|>", "added_tokens_decoder": {"11": {"content": "<|user|>"}}}, {4}),
     ],

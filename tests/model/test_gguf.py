@@ -52,11 +52,7 @@ CONFIGS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {**_HEADS, "tie_word_embeddings": True}, {}),
     "gemma2": ("Gemma2", {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 64}, {}),
-    "gemma3": (
-        "Gemma3Text",
-        {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 64, "num_hidden_layers": 7},
-        {},
-    ),
+    "gemma3": ("Gemma3Text", {**_HEADS, "sliding_window": 16, "query_pre_attn_scalar": 64, "num_hidden_layers": 7}, {}),
     "gemma2, other layers": (
         "Gemma2",
         {
@@ -79,23 +75,13 @@ CONFIGS = {
     ),
     "gemma3, no window": (
         "Gemma3Text",
-        {
-            **_HEADS,
-            "sliding_window": 0,
-            "query_pre_attn_scalar": 64,
-            "layer_types": ["full_attention"] * 3,
-        },
+        {**_HEADS, "sliding_window": 0, "query_pre_attn_scalar": 64, "layer_types": ["full_attention"] * 3},
         {},
     ),
     "phi3": ("Phi3", {}, {}),
     "granite": (
         "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 2.0,
-        },
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
         {},
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}, {}),

@@ -80,8 +80,7 @@ def any_row(draw, vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype"),
-    [(40, torch.float32), (5003, torch.float32), (5003, torch.float64), (1536, torch.bfloat16)],
+    ("vocabulary", "dtype"), [(40, torch.float32), (5003, torch.float32), (5003, torch.float64), (1536, torch.bfloat16)]
 )
 @settings(max_examples=settings.default.max_examples // 4)  # Each example samples a dozen times.
 @given(st.data())
@@ -214,8 +213,7 @@ def test_only_allowed_tokens_are_sampled():
 
 
 @pytest.mark.parametrize(
-    ("output_ids", "chosen"),
-    [((), 1), ((5,), 1), ((2,), 1), ((4, 2), 0), ((4, 2, 7), 1), ((3, 3, 4, 2), 0)],
+    ("output_ids", "chosen"), [((), 1), ((5,), 1), ((2,), 1), ((4, 2), 0), ((4, 2, 7), 1), ((3, 3, 4, 2), 0)]
 )
 def test_the_last_token_of_a_bad_sequence_is_masked_after_those_before_it(output_ids, chosen):
     logits = torch.tensor([[1.0, 2.0, 0.0, 9.0]])

@@ -10,15 +10,7 @@ from headrace.errors import StartupError
 from headrace.models.sources import ModelSource
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.repository.loading import fetch_model
-from tests.model.random_crowd import (
-    LENGTHS,
-    PROMPTS,
-    generate_crowd,
-    read_all,
-    request,
-    submit_crowd,
-    tight_settings,
-)
+from tests.model.random_crowd import LENGTHS, PROMPTS, generate_crowd, read_all, request, submit_crowd, tight_settings
 from tests.support.in_process_engine import submit
 from tests.zoo import FAMILIES, Family
 

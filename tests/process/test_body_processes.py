@@ -129,10 +129,7 @@ async def test_an_error_of_the_work_is_raised_in_the_caller(processes, kind, err
         assert raised.value.param == "x"
 
 
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGKILL, RequestFailedError), (signal.SIGSEGV, TooLargeError)],
-)
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGKILL, RequestFailedError), (signal.SIGSEGV, TooLargeError)])
 async def test_the_end_of_a_process_fails_only_its_own_call(processes, number, error):
     first, waiting = await asyncio.gather(
         processes.run(end, (number,), b""), processes.run(process_id, (), b"next"), return_exceptions=True

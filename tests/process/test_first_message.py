@@ -132,8 +132,7 @@ async def test_a_stream_that_begins_late_is_served(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "authority"),
-    [(STREAM, "predictor"), ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", None)],
+    ("path", "authority"), [(STREAM, "predictor"), ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", None)]
 )
 async def test_the_gateway_answers_a_stream_without_messages(
     gateway: Gateway, path: str, authority: str | None

@@ -93,8 +93,7 @@ async def test_binary_metadata_must_be_base64(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "status"),
-    [("grpc-encoding", b"brotli", "12"), ("grpc-previous-rpc-attempts", b"many", "3")],
+    ("name", "value", "status"), [("grpc-encoding", b"brotli", "12"), ("grpc-previous-rpc-attempts", b"many", "3")]
 )
 async def test_headers_that_grpc_could_not_parse_are_refused(
     gateway: Gateway, name: str, value: bytes, status: str

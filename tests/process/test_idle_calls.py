@@ -13,10 +13,7 @@ from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
 from headrace.rpc.server.server import Server
 from headrace.settings import ServiceSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
-from headrace_protos.inference_pb2_grpc import (
-    GRPCInferenceServiceStub,
-    add_GRPCInferenceServiceServicer_to_server,
-)
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub, add_GRPCInferenceServiceServicer_to_server
 from tests.process.memory_service import Inference
 from tests.support.listening import listening
 from tests.support.status import code_of

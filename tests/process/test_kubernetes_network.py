@@ -4,17 +4,7 @@ import pytest
 import yaml
 
 from headrace.telemetry.page import PICKERS_PATH
-from tests.support.kubernetes import (
-    HELM,
-    ROOT,
-    connections,
-    labels,
-    of_kind,
-    pod,
-    render,
-    selects,
-    workloads,
-)
+from tests.support.kubernetes import HELM, ROOT, connections, labels, of_kind, pod, render, selects, workloads
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="needs helm: `make .venv-tools/helm/.installed`")
 

@@ -176,9 +176,7 @@ async def test_received_sequences_are_forgotten_long_after_they_can_be_repeated(
 
 
 async def test_delete_takes_every_record_of_the_key_and_no_other(store):
-    await store.append(
-        [append_request(n, request_id=f"r{n % 2}", client=f"c{n % 3}") for n in range(1, 13)],
-    )
+    await store.append([append_request(n, request_id=f"r{n % 2}", client=f"c{n % 3}") for n in range(1, 13)])
     assert await store.delete(record_id=record_id(12)) == 1
     assert await store.delete(record_id=record_id(12)) == 0
     assert await store.delete(request_id="r1") == 6

@@ -14,16 +14,7 @@ from headrace.models.hub import fetch
 from headrace.models.sources import parse_location
 from tests.gguf_files import write_gguf
 from tests.model.test_gguf import random_model
-from tests.support.registry import (
-    ARTIFACT,
-    LAYER,
-    PASSWORD,
-    USER,
-    Pushed,
-    archive,
-    real_registry,
-    serve_registry,
-)
+from tests.support.registry import ARTIFACT, LAYER, PASSWORD, USER, Pushed, archive, real_registry, serve_registry
 
 REPOSITORY = "models/story"
 WEIGHTS = bytes(range(256)) * 1000

@@ -33,14 +33,7 @@ IMAGES = {"transformer", "predictor", "logger", "loadtest"}
 
 
 def run(*command: str | Path, cwd: Path = ROOT, umask: int = -1, **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        umask=umask,
-    )
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, umask=umask)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -56,11 +56,7 @@ def can_choose(links, fingerprint=""):
 async def test_a_stream_is_resumed_only_at_a_predictor_with_its_weights(monkeypatch):
     one, other = ScriptedPredictor(), ScriptedPredictor()
     one.fingerprint, other.fingerprint = "a", "b"
-    async with (
-        serving(one) as first,
-        serving(other) as second,
-        links_at(monkeypatch, first, second) as (links, _),
-    ):
+    async with serving(one) as first, serving(other) as second, links_at(monkeypatch, first, second) as (links, _):
         await until(lambda: links.can_resume(MODEL, "a") and links.can_resume(MODEL, "b"))
         assert links.can_resume(MODEL, "")
         assert [(link.name, link.address) for link in links.all] == [("predictor-0", first), ("predictor-1", second)]
@@ -147,10 +143,7 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
 
 async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
     predictor = ScriptedPredictor()
-    async with (
-        serving(predictor) as address,
-        links_at(monkeypatch, address, silence_limit_s=0.3) as (links, _),
-    ):
+    async with serving(predictor) as address, links_at(monkeypatch, address, silence_limit_s=0.3) as (links, _):
         await until(lambda: can_choose(links))
         predictor.is_mute = True
         await until(lambda: not can_choose(links))
@@ -161,10 +154,7 @@ async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
 async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_before(monkeypatch):
     monkeypatch.setattr(link_module, "_MOST_QUIET_S", 0.5)
     predictor, loop = ScriptedPredictor(falls_silent(), falls_silent()), asyncio.get_running_loop()
-    async with (
-        serving(predictor) as address,
-        links_at(monkeypatch, address, silence_limit_s=2.0) as (links, _),
-    ):
+    async with serving(predictor) as address, links_at(monkeypatch, address, silence_limit_s=2.0) as (links, _):
         await until(lambda: can_choose(links))
         (link,) = links.all
         suspect, later = (LinkCall(SUBMISSION, SAMPLING, ClientSpan()) for _ in range(2))

@@ -135,11 +135,7 @@ class Hangs(ScriptedPredictor):
 async def test_a_call_of_a_removed_replica_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
     monkeypatch.setattr(module, "_CLOSE_S", 0.1)
     leaves, stays = Hangs(), ScriptedPredictor()
-    async with (
-        serving(leaves) as first,
-        serving(stays) as second,
-        replicas_at(monkeypatch, first) as (replicas, known),
-    ):
+    async with serving(leaves) as first, serving(stays) as second, replicas_at(monkeypatch, first) as (replicas, known):
         loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), NO_DEADLINE))
         await leaves.wait_for_calls(1)
         known[:] = [second]

@@ -71,12 +71,7 @@ async def test_addresses_are_ranked_by_the_priorities_of_their_records(server, r
         (30, HOST, 9003),
         (30, HOST, 9004),
     ]
-    assert await found(resolver) == {
-        "127.0.0.1:9001": 1,
-        "127.0.0.1:9002": 0,
-        "127.0.0.1:9003": 0,
-        "127.0.0.1:9004": 2,
-    }
+    assert await found(resolver) == {"127.0.0.1:9001": 1, "127.0.0.1:9002": 0, "127.0.0.1:9003": 0, "127.0.0.1:9004": 2}
 
 
 @pytest.mark.parametrize("is_silent", [True, False])

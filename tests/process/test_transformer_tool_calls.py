@@ -192,11 +192,7 @@ async def test_the_arguments_of_strict_functions_alone_have_a_grammar(folders):
     async with stack(folders["hermes"]) as ask:
         ask.answers(ANSWERS["hermes"])
         grammars = []
-        for tools, fields in (
-            (TOOLS, {}),
-            ([strict, TOOLS[1]], {}),
-            ([strict], {"tool_choice": "none"}),
-        ):
+        for tools, fields in ((TOOLS, {}), ([strict, TOOLS[1]], {}), ([strict], {"tool_choice": "none"})):
             await ask.message(tools=tools, **fields)
             form = ask.sampling.get("structured_outputs", '{"grammar": ""}')
             grammars.append(json.loads(form)["grammar"])

@@ -27,10 +27,7 @@ async def test_tritons_client_sees_only_a_pause_when_its_predictor_dies_during_i
         environment={"predictor": {"SLOW_MS": "40"}},
     )
     client = await asyncio.create_subprocess_exec(
-        *(python, str(SCRIPT), stack.gateway),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        *(python, str(SCRIPT), stack.gateway), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         async with asyncio.timeout(100):

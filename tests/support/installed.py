@@ -22,12 +22,7 @@ def environment_of_a_user() -> dict[str, str]:
 def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
     """Runs a command; returns what it prints, on standard error too."""
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment_of_a_user(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=cwd, env=environment_of_a_user(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == code, done.stdout
     return done.stdout

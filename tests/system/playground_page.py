@@ -47,8 +47,7 @@ async def open_page(browser: Browser) -> AsyncIterator[OpenPage]:
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
-            "console",
-            lambda message: complaints.append(message.text) if "Content Security" in message.text else None,
+            "console", lambda message: complaints.append(message.text) if "Content Security" in message.text else None
         )
         if refused:
             await page.route(refused, lambda route: route.fulfill(status=503))

@@ -14,11 +14,7 @@ from tests.system.playground_page import browser, figure, open_page, screenshot
 
 __all__ = ["browser", "open_page"]  # Fixtures.
 
-KEYS = {
-    "alice": ("user", "hr-" + "k" * 40),
-    "carol": ("admin", "hr-" + "a" * 40),
-    "bob": ("user", "hr-" + "o" * 40),
-}
+KEYS = {"alice": ("user", "hr-" + "k" * 40), "carol": ("admin", "hr-" + "a" * 40), "bob": ("user", "hr-" + "o" * 40)}
 
 pytestmark = needs_browser
 

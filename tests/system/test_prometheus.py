@@ -47,7 +47,7 @@ pytestmark = [
     pytest.mark.skipif(
         shutil.which("promtool") is None or shutil.which("prometheus") is None,
         reason="Prometheus is missing: install Debian's package `prometheus`",
-    ),
+    )
 ]
 
 

@@ -39,10 +39,10 @@ def test_the_format_is_found_in_the_models_files(model):
 
 def test_marks_are_what_may_be_a_token_of_the_vocabulary():
     assert AnswerSyntax("hermes", "think").marks(with_tools=True) == [
-        *("<tool_call>", "</tool_call>", "<think>", "</think>"),
+        *("<tool_call>", "</tool_call>", "<think>", "</think>")
     ]
     assert {*AnswerSyntax("", "harmony").marks(with_tools=False)} == {
-        *("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
+        *("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     }
 
 

@@ -193,10 +193,7 @@ def test_a_bucket_holds_lengths_within_a_factor_of_two():
     assert [bucket_of(length) for length in (1, 16, 17, 32, 33, 513)] == [16, 16, 32, 32, 64, 1024]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 600), st.floats(0, 10)), max_size=60),
-    st.integers(8, 16),
-)
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 600), st.floats(0, 10)), max_size=60), st.integers(8, 16))
 def test_a_batch_is_the_oldest_request_and_the_next_ones_of_its_bucket_that_fit(requests, max_rows):
     requests = sorted(requests, key=lambda entry: entry[2])
     waiting, left = queue(*requests, max_rows=max_rows, max_delay_s=0.5), dict(enumerate(requests))

@@ -181,10 +181,7 @@ def test_the_work_of_finding_stop_strings_does_not_grow_with_their_length():
 
 
 @settings(max_examples=300)
-@given(
-    st.lists(st.text("abc", max_size=4), max_size=10),
-    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
-)
+@given(st.lists(st.text("abc", max_size=4), max_size=10), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_the_text_before_the_first_stop_string_passes_however_it_is_divided(pieces, stop):
     finder = StopFinder(stop)
     passed = ""

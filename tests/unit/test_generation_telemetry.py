@@ -77,10 +77,7 @@ async def test_a_whole_answer(telemetry, measured):
     assert (
         measured.count("headrace.inter_token_latency", GAPS),
         measured.sum("headrace.inter_token_latency", GAPS),
-    ) == (
-        2,
-        0.25 + 0.75 / 2,
-    )
+    ) == (2, 0.25 + 0.75 / 2)
     assert measured.sum("gen_ai.server.time_per_output_token", ATTRIBUTES) == pytest.approx(1.0 / 3)
     assert measured.sum("gen_ai.client.token.usage", ATTRIBUTES | {"gen_ai.token.type": "input"}) == 7
     assert measured.sum("gen_ai.client.token.usage", ATTRIBUTES | {"gen_ai.token.type": "output"}) == 4

@@ -48,10 +48,7 @@ CASES = {
         },
     ),
     "values": ({"enum": [{"properties": X, "multipleOf": 2}]}, {"enum": [{"properties": X, "multipleOf": 2}]}),
-    "tuples": (
-        {"prefixItems": [{"properties": X}], "properties": 5},
-        {"prefixItems": [CLOSED], "properties": 5},
-    ),
+    "tuples": ({"prefixItems": [{"properties": X}], "properties": 5}, {"prefixItems": [CLOSED], "properties": 5}),
 }
 
 

@@ -151,11 +151,7 @@ def test_no_module_imports_from_a_higher_layer(package):
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [
-        ("headrace", set()),
-        *((service, {"headrace"}) for service in SERVICES),
-        ("headrace_runner", {"headrace"}),
-    ],
+    [("headrace", set()), *((service, {"headrace"}) for service in SERVICES), ("headrace_runner", {"headrace"})],
 )
 def test_packages_import_only_allowed_packages(package, allowed):
     forbidden = {

@@ -255,12 +255,7 @@ def test_a_service_may_be_among_the_replicas(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "name", "value", "text"),
     [
-        (
-            TransformerSettings,
-            "PAYLOAD_LOG",
-            "some",
-            "'some' is no mode; there are all, request,",
-        ),
+        (TransformerSettings, "PAYLOAD_LOG", "some", "'some' is no mode; there are all, request,"),
         (TransformerSettings, "PAYLOAD_SAMPLE", "2", "must be at most 1"),
         (TransformerSettings, "PAYLOAD_REDACT", '[{"pattern": "("}]', "rule 1: '(' is no pattern of RE2: missing )"),
         (TransformerSettings, "PAYLOAD_REDACT", "nowhere.json", "neither a JSON list nor a file"),

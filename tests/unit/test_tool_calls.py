@@ -84,10 +84,7 @@ CALLS = {
     "llama": {
         OTHER: [("add", ROME)],
         f"\n<|python_tag|>{OTHER};{WEATHER}": [("add", ROME), ("weather", PARIS)],
-        f'{{"type": "function", "name": "add", "parameters": {ROME}}}; {ORDER}': [
-            ("add", ROME),
-            ("weather", PARIS),
-        ],
+        f'{{"type": "function", "name": "add", "parameters": {ROME}}}; {ORDER}': [("add", ROME), ("weather", PARIS)],
         f"I look. <|python_tag|>{OTHER}": ["I look.", ("add", ROME)],
         f"I look. {OTHER}": [f"I look. {OTHER}"],
         f"{OTHER}; and": [("add", ROME), "; and"],
