@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cloudevents.core.base import BaseCloudEvent
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
 # The sink's answer to an event: a status and headers.
@@ -16,10 +15,13 @@ class SinkServer:
     """Listens on a port that outlives restarts; `taken` are the events that it answered with 2xx, in order."""
 
     def __init__(self) -> None:
-        self.taken: list[BaseCloudEvent] = []
+        self.taken: list[Any] = []
+        self.path = "/events"
+        # The SDK parses the event, and refuses a malformed one.
+        self.read: Callable[[dict[str, str], bytes], Any] = lambda *message: from_http_event(HTTPMessage(*message))
         self.tries = 0
         self.at_once = 0  # The largest number of events in flight.
-        self.answer: Callable[[BaseCloudEvent], Awaitable[Answer]] = self._accept
+        self.answer: Callable[[Any], Awaitable[Answer]] = self._accept
         self.body = b""  # The body of each answer.
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -29,7 +31,7 @@ class SinkServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/events"
+        return f"http://127.0.0.1:{self._port}{self.path}"
 
     @property
     def keys(self) -> list[tuple[str, str]]:
@@ -51,7 +53,7 @@ class SinkServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
-    async def _accept(self, event: BaseCloudEvent) -> Answer:
+    async def _accept(self, event: Any) -> Answer:
         return ACCEPTED
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,12 +73,10 @@ class SinkServer:
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii").splitlines()
-        assert head[0] == "POST /events HTTP/1.1"
+        assert head[0] == f"POST {self.path} HTTP/1.1"
         headers = dict(line.split(": ", 1) for line in head[1:] if line)
         headers = {name.lower(): value for name, value in headers.items()}
-        body = await reader.readexactly(int(headers["content-length"]))
-        # The SDK parses the event, and refuses a malformed one.
-        event = from_http_event(HTTPMessage(headers, body))
+        event = self.read(headers, await reader.readexactly(int(headers["content-length"])))
         self.tries += 1
         self._open += 1
         self.at_once = max(self.at_once, self._open)

@@ -6,9 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
@@ -51,12 +49,25 @@ def short_delays(monkeypatch):
     monkeypatch.setattr(runner_module, "_RESTART_DELAY_S", 0.005)
 
 
-@pytest.fixture
-async def server():
+@asynccontextmanager
+async def started():
     server = SinkServer()
     await server.start()
     yield server
     await server.kill()
+
+
+@pytest.fixture
+async def server():
+    async with started() as server:
+        yield server
+
+
+@pytest.fixture
+async def other():
+    """Another sink."""
+    async with started() as server:
+        yield server
 
 
 def settings(concurrency=4, **others):
@@ -206,23 +217,20 @@ class WatchedStore:
         return await self._store.after(position, limit)
 
 
-async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_no_further(store, server):
-    hanging = SinkServer()
-    await hanging.start()
-    hanging.answer = lambda event: asyncio.Event().wait()
+async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_no_further(store, server, other):
+    other.answer = lambda event: asyncio.Event().wait()
     watched = WatchedStore(store)
-    async with running(store, cloud_events(server.url)), running(watched, cloud_events(hanging.url)) as stuck:
+    async with running(store, cloud_events(server.url)), running(watched, cloud_events(other.url)) as stuck:
         for first in range(1, 501, 50):
             await append(store, range(first, first + 50))
         await until(lambda: cursor_is(store, server.url, 500))
         # More once a request is repeated that had no answer in time.
-        await until(lambda: hanging.at_once >= 4)
+        await until(lambda: other.at_once >= 4)
         assert stuck.counts == {}
         # Unsent records are in the store, not in memory: only one page was read.
         assert set(watched.read_after) == {0}
     assert sorted(server.keys) == sorted(pairs(range(1, 501)))
-    assert await cursor_is(store, hanging.url, 0)
-    await hanging.kill()
+    assert await cursor_is(store, other.url, 0)
 
 
 async def test_a_restart_continues_and_repeats_at_most_the_events_in_flight(tmp_path, server):
@@ -260,10 +268,8 @@ async def test_a_stop_remembers_the_last_event(store, server, monkeypatch):
     assert await cursor_is(store, server.url, 3)
 
 
-async def test_a_new_sink_begins_now_or_at_the_beginning(store, server):
+async def test_a_new_sink_begins_now_or_at_the_beginning(store, server, other):
     await append(store, [1, 2])
-    other = SinkServer()
-    await other.start()
     async with (
         running(store, cloud_events(server.url), from_beginning=False),
         running(store, cloud_events(other.url), from_beginning=True),
@@ -273,7 +279,6 @@ async def test_a_new_sink_begins_now_or_at_the_beginning(store, server):
         await until(lambda: cursor_is(store, other.url, 3))
     assert server.keys == pairs([3])
     assert sorted(other.keys) == sorted(pairs([1, 2, 3]))
-    await other.kill()
 
 
 async def test_a_sink_that_is_configured_before_the_first_record_misses_none(store, server):
@@ -418,9 +423,13 @@ async def test_a_sink_continues_after_its_reader_has_failed(store, server, monke
     assert "it is restarted" in caplog.text
 
 
-async def send(target, numbers):
+async def send(target, requests):
     async with grpc.aio.insecure_channel(target) as channel:
-        await append_to(channel, (answered(number, time_ns=time.time_ns()) for number in numbers))
+        await append_to(channel, requests)
+
+
+def recent(numbers):
+    return (answered(number, time_ns=time.time_ns()) for number in numbers)
 
 
 async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
@@ -428,13 +437,13 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
     async with LoggerProcess(tmp_path) as process:
         process.environment |= {"LOGGER_SINKS": server.url, "LOGGER_SINK_SOURCE": "/log"}
         await process.start()
-        await send(process.target, range(1, 101))
+        await send(process.target, recent(range(1, 101)))
         await until(lambda: len(server.taken) >= 30)
         await process.kill()
         await process.start()
         # Now the sink is away while records arrive and when the logger is killed.
         await server.kill()
-        await send(process.target, range(101, 301))
+        await send(process.target, recent(range(101, 301)))
         await process.kill()
         await server.start()
         await process.start()
@@ -478,11 +487,6 @@ def plain(span):
         value = getattr(one.value, kind)
         values[one.key] = [each.string_value for each in value.values] if kind == "array_value" else value
     return values
-
-
-async def send_spans(target, *requests):
-    async with grpc.aio.insecure_channel(target) as channel:
-        await append_to(channel, requests)
 
 
 def test_a_chat_has_the_attributes_of_the_conventions():
@@ -546,13 +550,13 @@ async def test_every_generation_arrives_though_receiver_and_logger_die(tmp_path)
         }
         await logger.start()
         # Nobody listens yet: the log takes no notice.
-        await send_spans(logger.target, *map(generation, range(1, 51)))
+        await send(logger.target, map(generation, range(1, 51)))
         await logger.kill()
         await logger.start()
         tensor = AppendRequest(source="s", sequence=51, record=PayloadRecord(record_id=str(uuid.UUID(int=51))))
         with OtlpReceiver(port) as receiver:
             receiver.refuse = grpc.StatusCode.UNAUTHENTICATED  # Tried again: it may be corrected.
-            await send_spans(logger.target, tensor, generation(52))
+            await send(logger.target, (tensor, generation(52)))
             await until(lambda: receiver.headers.get("authorization") == "Basic YTpi")
             receiver.refuse = None
             expected = {str(uuid.UUID(int=number)) for number in (*range(1, 51), 52)}
@@ -560,36 +564,25 @@ async def test_every_generation_arrives_though_receiver_and_logger_die(tmp_path)
             assert len({span.span_id for span in receiver.all_spans()}) == 51
 
 
-async def test_http_receivers_get_the_same_spans(tmp_path):
+async def test_http_receivers_get_the_same_spans(server, tmp_path):
     received = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            received.append((self.path, self.headers["content-type"], self.headers["authorization"], body))
-            self.send_response(503 if len(received) == 1 else 200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    async def answer(request):
+        received.append(request)
+        return (503 if len(received) == 1 else 200), {}
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever).start()
-    try:
-        async with LoggerProcess(tmp_path) as logger:
-            logger.environment |= {
-                "LOGGER_GEN_AI_URL": f"http://127.0.0.1:{server.server_port}/api/public/otel/v1/traces",
-                "LOGGER_GEN_AI_HEADERS": "authorization=Basic abc",
-            }
-            await logger.start()
-            await send_spans(logger.target, generation(1))
-            await until(lambda: len(received) == 2)
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-    path, kind, key, body = received[1]
-    assert (path, kind, key) == ("/api/public/otel/v1/traces", "application/x-protobuf", "Basic abc")
+    server.path, server.read, server.answer = (
+        "/api/public/otel/v1/traces",
+        lambda headers, body: (headers, body),
+        answer,
+    )
+    async with LoggerProcess(tmp_path) as logger:
+        logger.environment |= {"LOGGER_GEN_AI_URL": server.url, "LOGGER_GEN_AI_HEADERS": "authorization=Basic abc"}
+        await logger.start()
+        await send(logger.target, [generation(1)])
+        await until(lambda: len(received) == 2)
+    headers, body = received[1]
+    assert (headers["content-type"], headers["authorization"]) == ("application/x-protobuf", "Basic abc")
     (span,) = trace_pb2.ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
     assert span == span_of(generation(1).record)
 
@@ -605,42 +598,23 @@ def measured():
 
 
 @pytest.fixture
-async def servers():
-    two = SinkServer(), SinkServer()
-    for server in two:
-        await server.start()
-    yield two
-    for server in two:
-        await server.kill()
-
-
-@pytest.fixture
 async def late(store, measured):
     """Starts runners to servers, by name, with their lags observed."""
-    running = []
+    async with AsyncExitStack() as stack:
 
-    async def run(**servers):
-        runners = {name: SinkRunner(cloud_events(server.url), store, settings(2, sink_from="beginning"))
-                   for name, server in servers.items()}  # fmt: skip
-        observe_sinks(runners, measured.meter)
-        assert {measured.lag(name) for name in runners} == {0}
-        for runner in runners.values():
-            await runner.start()
-            running.append((runner, asyncio.create_task(runner.run())))
-        return list(runners.values())
+        async def run(**servers):
+            runners = {
+                name: await stack.enter_async_context(running(store, cloud_events(server.url), 2))
+                for name, server in servers.items()
+            }
+            observe_sinks(runners, measured.meter)
 
-    yield run
-    for runner, task in running:
-        task.cancel()
-        await asyncio.wait((task,))
-        await runner.close()
+        yield run
 
 
-async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records(
-    servers, late, store, measured, monkeypatch
-):
-    server, other = servers
+async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records(server, other, late, store, measured):
     await late(a=server, b=other)
+    assert measured.lag("a") == measured.lag("b") == 0
     await store.append([ended_ago(1, 60)])
     await until(lambda: len(server.taken) == len(other.taken) == 2)
     await until(lambda: measured.lag("a") == measured.lag("b") == 0)
@@ -661,9 +635,8 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
 
 
 async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(
-    servers, late, store, measured
+    server, late, store, measured
 ):
-    server, _ = servers
     await server.kill()
     await store.append([ended_ago(1, 100), ended_ago(2, 5)])
     await late(a=server)
