@@ -65,7 +65,7 @@ def serve_hub(models: Mapping[str, Path]) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, name="hub")
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="hub")  # A stop takes so long.
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
