@@ -42,8 +42,8 @@ AGENT_CLIENTS := openai-agents==0.24.0 'pydantic-ai-slim[openai,anthropic]==2.68
   langchain-openai==1.7.4 langchain-anthropic==1.7.10
 AGENTS := $(patsubst %,.venv-tools/%/.installed,agent-clients node-clients)
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
-# A test of processes waits for most of its time: four workers keep two cores busy. Folders in their order here: long files
-# of systems first. A worker that dies ends the run: xdist would wait for the tests that it had for ever.
+# A test of processes waits for most of its time: four workers keep two cores busy. Files in the order of tests/conftest.py.
+# A worker that dies ends the run: xdist would wait for the tests that it had for ever.
 PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 SYSTEM_TESTS := tests/system tests/scenarios tests/conformance tests/fuzz
 comma := ,
