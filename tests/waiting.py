@@ -4,13 +4,19 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 HANG_S = 180.0
 _MAX_CHARS = 500
 
 
-async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: float = HANG_S) -> None:
-    """Returns once `condition()`, which may be a coroutine, holds; fails the test after `timeout_s`.
+async def until(
+    condition: Callable[[], object | Awaitable[object]],
+    timeout_s: float = HANG_S,
+    *,
+    holds: Callable[[Any], object] = bool,
+) -> Any:
+    """Returns `condition()`, which may be a coroutine, once it holds, by `holds`; fails the test after `timeout_s`.
 
     The failure has the condition's source, its last value and the variables that it reads.
     """
@@ -20,8 +26,8 @@ async def until(condition: Callable[[], object | Awaitable[object]], timeout_s: 
         value = condition()
         if inspect.isawaitable(value):
             value = await value
-        if value:
-            return
+        if holds(value):
+            return value
         assert time.monotonic() < deadline, f"not true within {timeout_s:g} s: {_description(condition, value)}"
         await asyncio.sleep(delay_s)
         delay_s = min(delay_s * 1.2, 0.1)  # Each check of a process costs it time.

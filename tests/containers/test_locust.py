@@ -69,8 +69,5 @@ async def test_workers_share_the_load(stack):
 async def test_the_collector_has_spans_of_every_hop(stack):
     # Text does not pass the gateway's inner listener.
     hops = {"envoy-ingress", "headrace-transformer", "headrace-predictor"}
-
-    async def all_seen():
-        return hops <= set(json.loads(await asyncio.to_thread(fetch, f"{stack.jaeger_page}/api/services"))["data"])
-
-    await until(all_seen)
+    services = f"{stack.jaeger_page}/api/services"
+    await until(lambda: asyncio.to_thread(fetch, services), holds=lambda page: hops <= set(json.loads(page)["data"]))

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -225,18 +226,10 @@ async def test_a_changed_file_takes_effect_by_itself_and_a_missing_one_refuses_a
     assert await is_known(gateway, USER)
     try:
         write(file, {"name": "bob", "key": STRANGER})
-
-        async def is_forgotten() -> bool:
-            return not await is_known(gateway, USER)
-
-        await until(is_forgotten)
+        await until(lambda: is_known(gateway, USER), holds=not_)
         assert (await metadata_of(gateway, bearer(STRANGER)))["x-headrace-client"] == "bob"
         file.unlink()
-
-        async def is_closed() -> bool:
-            return await grpc_status(gateway.address, METADATA, bearer(STRANGER)) == "14"
-
-        await until(is_closed)
+        await until(lambda: grpc_status(gateway.address, METADATA, bearer(STRANGER)), holds="14".__eq__)
         status, _, body = await call(gateway.address, "GET", "/v1/models", bearer(STRANGER))
         assert (status, json.loads(body)["error"]["message"]) == (503, "the transformer has not read the keys yet")
     finally:
@@ -583,12 +576,11 @@ async def test_without_the_service_calls_pass_or_are_refused_as_configured(share
         assert (await shared.ask("free", gateway=1)).status == 200
     finally:
         await shared.service.start(shared.port)
-
-    async def counts_again() -> bool:
-        answers = [await shared.ask(client, gateway=gateway) for gateway in (0, 1)]
-        return all(answer.headers.get("x-ratelimit-limit-requests") == str(LIMIT) for answer in answers)
-
-    await until(counts_again)
+    for gateway in (0, 1):
+        await until(
+            lambda: shared.ask(client, gateway=gateway),  # noqa: B023
+            holds=lambda answer: answer.headers.get("x-ratelimit-limit-requests") == str(LIMIT),
+        )
 
 
 LISTENERS = 2  # Each fetches the key set itself.
@@ -702,11 +694,7 @@ async def test_a_key_set_without_keys_makes_every_token_invalid(
 ) -> None:
     complaints = token_gateway.process.log.read_text().count("Jwks async fetching")
     publish_text(key_set, text)
-
-    async def is_refused() -> bool:
-        return not await is_known_token(token_gateway, FIRST)
-
-    await until(is_refused)
+    await until(lambda: is_known_token(token_gateway, FIRST), holds=not_)
     assert token_gateway.process.log.read_text().count("Jwks async fetching") == complaints
     publish(key_set, FIRST)
     await until(lambda: is_known_token(token_gateway, FIRST))

@@ -305,11 +305,7 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
         assert other.held == count
         # The next ones that it would get cannot connect.
         await asyncio.gather(*(stub.ModelMetadata(request) for _ in range(count)))
-
-        async def ejected() -> bool:
-            return await ejections(gateway) >= 1
-
-        await until(ejected)  # Envoy's main thread counts it, after the worker has answered.
+        await until(lambda: ejections(gateway))  # Envoy's main thread counts it, after the worker has answered.
 
 
 @pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
@@ -422,11 +418,7 @@ async def test_a_busy_service_does_not_count_as_dead_and_a_draining_one_gets_no_
             assert (await gateway.post()).status == 200
         gateway.health.answers.set()
         await gateway.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-
-        async def drained() -> bool:
-            return (await gateway.post()).status == 503
-
-        await until(drained)
+        await until(gateway.post, holds=lambda answer: answer.status == 503)
 
 
 INTERVALS = ("interval", "unhealthy_interval", "no_traffic_interval", "no_traffic_healthy_interval")

@@ -200,36 +200,22 @@ async def test_each_request_has_one_record_though_the_database_was_away(
             record.end("OK")
 
     before, during = asyncio.create_task(ask(range(count // 2))), None
-    await until(lambda: request_ids_include(logger.target, "request-0"))
+    await until(lambda: request_ids(logger.target), holds=lambda found: "request-0" in found)
     mortal_postgresql.stop("immediate")
     during = asyncio.create_task(ask(range(count // 2, count), away_s / count))
-    await until(lambda: health_is_not(logger.target, SERVING))
+    await until(lambda: health(logger.target), holds=lambda status: status != SERVING)
     await asyncio.sleep(away_s)
     # The logger dies too, with what it holds; its successor starts without the database.
     await logger.kill()
     await logger.spawn()
-    await until(lambda: health_is(logger.target, health_pb2.HealthCheckResponse.NOT_SERVING))
+    await until(
+        lambda: health(logger.target), holds=lambda status: status == health_pb2.HealthCheckResponse.NOT_SERVING
+    )
     mortal_postgresql.start()
     await asyncio.gather(before, during)
-    await until(lambda: health_is(logger.target, SERVING))
-    await until(lambda: request_ids_are(logger.target, count))
+    await until(lambda: health(logger.target), holds=lambda status: status == SERVING)
+    await until(lambda: request_ids(logger.target), holds=lambda found: len(found) == count)
     assert set((await request_ids(logger.target)).values()) == {1}
-
-
-async def request_ids_include(target, request_id):
-    return request_id in await request_ids(target)
-
-
-async def request_ids_are(target, count):
-    return len(await request_ids(target)) == count
-
-
-async def health_is(target, status):
-    return await health(target) == status
-
-
-async def health_is_not(target, status):
-    return await health(target) != status
 
 
 @pytest.mark.parametrize(

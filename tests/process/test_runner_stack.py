@@ -200,6 +200,7 @@ def test_a_second_up_is_refused_and_down_stops_the_first(runner: Runner) -> None
     assert len(services) == 4
     second = up(runner.environment())
     assert second.returncode == 1
+    assert second.stderr.startswith("a stack is running in ")
     assert f"(process {runner.process.pid})" in second.stderr
     assert second.stderr.count("\n") == 1
 

@@ -50,8 +50,7 @@ class Bench:
 
     async def span(self):
         """The server's, where the client has none, once it has ended: later than the client has its answer."""
-        await until(self.exporter.get_finished_spans)
-        [span] = self.exporter.get_finished_spans()
+        [span] = await until(self.exporter.get_finished_spans)
         return span
 
     async def spans(self):

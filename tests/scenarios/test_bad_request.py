@@ -7,6 +7,7 @@ reported, its process is restarted, and its streams go on.
 
 import asyncio
 import sys
+from operator import not_
 
 import grpc
 import pytest
@@ -102,11 +103,7 @@ async def test_a_dead_engine_is_reported_and_replaced_and_its_streams_go_on(stac
     predictor, process = stack.addresses["predictor-0"], stack.pid("predictor-0")
     assert await serves(predictor, "ready")
     (faults / f"dead-{predictor.rpartition(':')[2]}").touch()
-
-    async def is_reported():
-        return not await serves(predictor, "ready")
-
-    await until(is_reported)
+    await until(lambda: serves(predictor, "ready"), holds=not_)
     await until(lambda: "another engine serves it" in stack.log("predictor-0"))
     await stack.wait_ready()
     assert stack.pid("predictor-0") == process

@@ -115,12 +115,11 @@ async def test_each_chunk_arrives_before_the_next_one_is_generated_and_all_are_r
             texts.append((await anext(pieces)).text)
         assert await anext(pieces, None) is None
 
-    async def is_recorded():
+    async def recorded():
         with suppress(grpc.aio.AioRpcError):  # The gateway notices within a second that the logger is back.
             return await query(stack.gateway, request_id=request_id)
 
-    await until(is_recorded)
-    (record,) = await query(stack.gateway, request_id=request_id)
+    (record,) = await until(recorded)
     assert (record.status, record.incomplete) == ("OK", False)
     assert [chunk.text for chunk in record.chunks] == texts
     assert record.text == "".join(texts)

@@ -70,11 +70,7 @@ async def test_a_collector_that_is_stopped_and_dies_loses_only_spans(new_stack):
         await load(stack.gateway)
         collector.process.kill()
         await load(stack.gateway)
-
-        async def is_counted():
-            return await lost(stack) > 0
-
-        await until(is_counted)
+        await until(lambda: lost(stack))
         before = resident(stack)
         await load(stack.gateway)
         after = resident(stack)

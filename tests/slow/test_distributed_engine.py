@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from contextlib import AsyncExitStack
+from operator import not_
 
 import httpx2
 import pytest
@@ -100,10 +101,6 @@ async def serves(gateway):
     return (await rest(gateway, "GET", "/v2/models/chat/ready")).status == 200
 
 
-async def is_lost(gateway):
-    return not await serves(gateway)
-
-
 async def answer(gateway, seen):
     """The token ids, and what the comments say of the stream's continuity; `seen` is set after some of them."""
     ids, continuity = [], []
@@ -132,7 +129,7 @@ async def test_an_answer_goes_on_exactly_after_a_host_has_died_and_the_engine_ha
     await asyncio.wait_for(seen.wait(), START_S)
     engine.kill(rank)
     # The stack finds it out by itself. Without its second host vLLM waits, and only its silence shows it.
-    await until(lambda: is_lost(gateway), START_S)
+    await until(lambda: serves(gateway), START_S, holds=not_)
     assert not reading.done()
     await engine.stop()
     await engine.start()

@@ -8,6 +8,7 @@ Each test prints a line of its results.
 import asyncio
 import time
 from collections import Counter
+from operator import not_
 
 import pytest
 
@@ -68,11 +69,11 @@ async def test_streams_go_on_and_all_returns_by_itself(tmp_path, place, what):
                     since = time.monotonic()
                     await until(lambda: crowd.all_have_moved(since), BACK_S)
                     if place != "spools" and what != "inodes":  # An open database needs none.
-                        await until(lambda: is_not_serving(stack.addresses["logger"]), BACK_S)
+                        await until(lambda: serves(stack.addresses["logger"]), BACK_S, holds=not_)
                     await asyncio.sleep(SECONDS / 3)
                     await asyncio.to_thread(disk.empty, what)
                     emptied = time.monotonic()
-                    await until(lambda: all_serve(stack), BACK_S)
+                    await until(lambda: not_serving(stack), BACK_S, holds=not_)
                     back = time.monotonic()
                     await until(lambda: crowd.all_have_moved(back), BACK_S)
                 async with Crowd(client, stories_of(TOKENS), CALLERS, "later") as later:
@@ -113,14 +114,6 @@ async def kill_and_return(stack, name, may_stay_away):
         await until(lambda: serves(stack.addresses[name]), BACK_S)
         await until(lambda: serves(stack.gateway, "ready"), BACK_S)
     return Span(since, time.monotonic() + 1)
-
-
-async def is_not_serving(address):
-    return not await serves(address)
-
-
-async def all_serve(stack):
-    return not await not_serving(stack)
 
 
 async def not_serving(stack):

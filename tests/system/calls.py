@@ -234,14 +234,11 @@ async def query(gateway: str, **filters: Any) -> list[headrace_pb2.PayloadRecord
 
 async def records(gateway: str, count: int = 1, **filters: Any) -> list[headrace_pb2.PayloadRecord]:
     """The services' records that pass the filters, once there are that many, without the gateway's own records."""
-    found: list[headrace_pb2.PayloadRecord] = []
 
-    async def enough() -> bool:
-        found[:] = [record for record in await query(gateway, **filters) if record.model]
-        return len(found) >= count
+    async def services() -> list[headrace_pb2.PayloadRecord]:
+        return [record for record in await query(gateway, **filters) if record.model]
 
-    await until(enough)
-    return found
+    return list(await until(services, holds=lambda found: len(found) >= count))
 
 
 async def hop_of(gateway: str, model: str) -> str:
@@ -257,10 +254,7 @@ async def hop_of(gateway: str, model: str) -> str:
 
 
 async def until_direct(gateway: str, model: str) -> None:
-    async def is_direct() -> bool:
-        return await hop_of(gateway, model) == "predictor"
-
-    await until(is_direct)
+    await until(lambda: hop_of(gateway, model), holds="predictor".__eq__)
 
 
 async def serves(address: str, name: str = "") -> bool:

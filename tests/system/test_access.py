@@ -109,15 +109,9 @@ async def record_of(port: Port, headers: Headers) -> str:
     """The id of a record of a caller's request."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
     assert (await port.http("POST", "/v1/completions", body, headers)).status == 200
-    found: list[str] = []
-
-    async def is_recorded() -> bool:
-        answer = await port.http("GET", f"/headrace/v1/payloads?model={MODEL}", None, headers)
-        found[:] = [json.loads(line)["record_id"] for line in answer.body.splitlines()]
-        return bool(found)
-
-    await until(is_recorded)
-    return found[0]
+    path = f"/headrace/v1/payloads?model={MODEL}"
+    answer = await until(lambda: port.http("GET", path, None, headers), holds=lambda answer: answer.body)
+    return str(json.loads(answer.body.splitlines()[0])["record_id"])
 
 
 def bearer(secret: str) -> dict[str, str]:

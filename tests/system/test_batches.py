@@ -53,16 +53,10 @@ async def test_a_batch_ends_with_one_result_for_each_line_though_the_transformer
             return 0, ""
         return answer.json["request_counts"]["completed"], answer.json["status"]
 
-    async def some_are():
-        return (await completed())[0] > 0
-
-    async def all_are():
-        return (await completed())[1] == "completed"
-
-    await until(some_are)
+    await until(completed, holds=lambda state: state[0] > 0)
     killed = keyed.pid("transformer")
     await keyed.kill("transformer")
-    await until(all_are)
+    await until(completed, holds=lambda state: state[1] == "completed")
     assert keyed.pid("transformer") != killed
     batch = (await call(keyed, "alice", "GET", path)).json
     output = f"/v1/files/{batch['output_file_id']}/content"
@@ -76,14 +70,8 @@ async def test_a_batch_ends_with_one_result_for_each_line_though_the_transformer
     # Each line is on record, as its client's, in a trace of its own.
     request_id = f"{batch['id']}/{names[-1]}"
     path = f"/headrace/v1/payloads?request_id={request_id}"
-
-    async def recorded():
-        answer = await call(keyed, "root", "GET", path)
-        found.update(json.loads(answer.body.splitlines()[0])) if answer.body.strip() else None
-        return bool(found)
-
-    found = {}
-    await until(recorded)
-    record = found.get("record", found)
+    answer = await until(lambda: call(keyed, "root", "GET", path), holds=lambda answer: answer.body.strip())
+    record = json.loads(answer.body.splitlines()[0])
+    record = record.get("record", record)
     assert (record["client"], record["protocol"]) == ("alice", "headrace.rest.v1.OpenAI/Completions")
     assert len(record["trace_id"]) == 32

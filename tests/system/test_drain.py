@@ -56,12 +56,8 @@ async def rest_of(call):
 
 async def recorded(log, request_id):
     """The record of a request, once it is stored."""
-    found = []
 
-    async def is_there():
-        query = headrace_pb2.QueryPayloadsRequest(request_id=request_id)
-        found[:] = [record async for record in log.Query(query)]
-        return found and found[0].status
+    async def found():
+        return [record async for record in log.Query(headrace_pb2.QueryPayloadsRequest(request_id=request_id))]
 
-    await until(is_there)
-    return found[0]
+    return (await until(found, holds=lambda records: records and records[0].status))[0]

@@ -224,11 +224,10 @@ async def test_a_predictor_that_dies_and_one_that_is_away_are_two_errors(stack, 
     check(broken, {name: outcome for name, outcome in results.items() if name not in retried})
 
     # Until the gateway has noticed, a call may still reach the closed port of the dead predictor.
-    async def all_know():
-        results.update(await outcomes(stack.gateway, request_of(goes_on=False), WAYS_IN))
-        return all(away.message in outcome.message for outcome in results.values())
-
-    await until(all_know)
+    results = await until(
+        lambda: outcomes(stack.gateway, request_of(goes_on=False), WAYS_IN),
+        holds=lambda results: all(away.message in outcome.message for outcome in results.values()),
+    )
     check(away, results)
 
 

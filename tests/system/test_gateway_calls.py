@@ -11,13 +11,9 @@ from tests.waiting import until
 
 async def the_record(stack, **filters):
     """The only record that passes the filters, once it is joined with the gateway's line."""
-
-    async def is_joined():
-        found = await query(stack.gateway, **filters)
-        return any(record.HasField("gateway") for record in found)
-
-    await until(is_joined)
-    (record,) = await query(stack.gateway, **filters)
+    (record,) = await until(
+        lambda: query(stack.gateway, **filters), holds=lambda found: any(record.HasField("gateway") for record in found)
+    )
     return record
 
 

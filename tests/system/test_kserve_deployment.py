@@ -140,11 +140,7 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
             assert await code() is grpc.StatusCode.UNAVAILABLE
             async with predictor(predicting, tmp_path, ports) as running:
                 await until(lambda: passes(predicting, *every))
-
-                async def serves():
-                    return await code() is grpc.StatusCode.OK
-
-                await until(serves)
+                await until(code, holds=lambda status: status is grpc.StatusCode.OK)
                 await client_passes("kserve_deployment", f"127.0.0.1:{ports[9001]}", NAME, environment=".venv-kserve")
                 running.send_signal(15)
                 assert await running.wait() == 0

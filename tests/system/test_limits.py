@@ -152,11 +152,7 @@ async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]
         await first.read()
         assert await status_of(lambda: last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
         first.cancel()
-
-        async def is_free() -> bool:
-            return await status_of(lambda: last_of(stub.Generate(request, **options))) == OK
-
-        await until(is_free)
+        await until(lambda: status_of(lambda: last_of(stub.Generate(request, **options))), holds=OK.__eq__)
 
 
 # Each takes up to 40 tokens: the path, the body with `{n}` for how many, and the model.

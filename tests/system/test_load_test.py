@@ -36,10 +36,7 @@ async def test_the_page_reads_that_a_load_has_stopped_and_not_that_it_is_about_t
         async def state():
             return (await fetch_json(f"{page}/stats/requests"))["state"]
 
-        async def is_running():
-            return await state() == "running"
-
-        await until(is_running)
+        await until(state, holds="running".__eq__)
         stop = asyncio.create_task(fetch_json(f"{page}/stop", {"stop": "1"}))  # Users finish their requests first.
         while (seen := await state()) == "running":
             pass

@@ -32,8 +32,7 @@ async def test_an_answer_is_recorded_as_its_caller_got_it(stack):
 
 async def test_a_body_that_is_not_json_is_recorded(stack):
     await rest(stack.gateway, "POST", "/v1/completions", b"{", x_request_id="not-json")
-    await until(lambda: query(stack.gateway, request_id="not-json"))
-    (record,) = await query(stack.gateway, request_id="not-json")
+    (record,) = await until(lambda: query(stack.gateway, request_id="not-json"))
     assert (record.status, record.protocol) == ("INVALID_ARGUMENT", "headrace.rest.v1.OpenAI/Completions")
 
 
@@ -50,12 +49,8 @@ async def test_usage_grows_by_the_tokens_of_an_answer(stack):
     assert before["model"] == "storyteller"
     assert int(before["requests"]) >= 1
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=5, ignore_eos=True)
-
-    async def grown():
-        return int((await usage())["completion_tokens"]) >= int(before["completion_tokens"]) + 5
-
-    await until(grown)
-    after = await usage()
+    expected = int(before["completion_tokens"]) + 5
+    after = await until(usage, holds=lambda group: int(group["completion_tokens"]) >= expected)
     assert int(after["prompt_tokens"]) >= int(before["prompt_tokens"]) + responses[-1].usage.prompt_tokens
     assert after["seconds"] > before["seconds"]
     assert after["seconds"] < after["duration_seconds"]
@@ -93,12 +88,8 @@ def lines(answer):
 
 async def test_query_and_get_agree_over_rest_and_grpc(stack):
     await generate(stack.gateway, model="storyteller", prompt="By REST", max_tokens=3, request_id="rest-log")
-
-    async def query():
-        return lines(await rest(stack.gateway, "GET", f"{PAYLOADS}?request_id=rest-log&status=OK&page_size=5"))
-
-    await until(query)
-    (found,) = await query()
+    path = f"{PAYLOADS}?request_id=rest-log&status=OK&page_size=5"
+    (found,) = lines(await until(lambda: rest(stack.gateway, "GET", path), holds=lines))
     one = await rest(stack.gateway, "GET", f"{PAYLOADS}/{found['record_id']}")
     assert one.headers["content-type"] == "application/json"
     async with channel(stack.gateway) as open_channel:

@@ -173,11 +173,10 @@ async def test_the_same_weights_give_the_same_tokens_and_replays_are_not_replaye
     assert output.splitlines()[-1] == f"the same: {len(logged)} streams, token by token"
 
     ids = {f"replay-{record.record_id}" for record in logged}
-
-    async def are_on_record() -> bool:
-        return ids <= {record.request_id for record in await query(source.gateway, page_size=1000)}
-
-    await until(are_on_record)
+    await until(
+        lambda: query(source.gateway, page_size=1000),
+        holds=lambda records: ids <= {record.request_id for record in records},
+    )
     code, report = await replay(source.gateway, source.gateway, tmp_path, "--from-text")
     assert (code, report["same"], report["not_comparable"]["a replay"]) == (0, len(logged), len(logged))
 

@@ -14,7 +14,7 @@ from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.prometheus import read_page
 from tests.support.full import FULL
-from tests.system.calls import channel, each, generate, http_request, text_request
+from tests.system.calls import channel, each, generate, http_request, query, text_request
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
@@ -163,17 +163,12 @@ async def send_all_while(stack, prefix, disturb, comments=None):
 
 async def resumed_records(stack, prefix):
     """The records of a round's resumed answers, once there are some."""
-    found = []
 
-    async def are_there():
-        async with channel(stack.gateway) as open_channel:
-            log = headrace_pb2_grpc.PayloadLogStub(open_channel)
-            records = [record async for record in log.Query(headrace_pb2.QueryPayloadsRequest(page_size=500))]
-        found[:] = [record for record in records if record.resumes and record.request_id.startswith(prefix)]
-        return bool(found)
+    async def found():
+        records = await query(stack.gateway, page_size=500)
+        return [record for record in records if record.resumes and record.request_id.startswith(prefix)]
 
-    await until(are_there)
-    return found
+    return await until(found)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda signum: signum.name)

@@ -87,11 +87,7 @@ async def test_a_model_that_is_loaded_at_a_predictor_appears(stack, stub):
     for name in ("predictor-0", "predictor-1"):
         async with channel(stack.addresses[name]) as open_channel:
             await load(GRPCInferenceServiceStub(open_channel), "echo")
-
-    async def appears():
-        return await ready(stub, "echo")
-
-    await until(appears)
+    await until(lambda: ready(stub, "echo"))
     assert await stub.ModelInfer(pb.ModelInferRequest(model_name="echo"))
     async with channel(stack.addresses["predictor-1"]) as open_channel:
         await unload(GRPCInferenceServiceStub(open_channel), "echo")

@@ -102,8 +102,7 @@ async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_
     waiting = [call for caller in ("alice", "bob", "carol") for call in opened(calls, caller, 3)]
     await until(lambda: calls._least is not None)
     resident[0] += 400 << 20
-    await until(lambda: ended(waiting))
-    first = ended(waiting)
+    first = await until(lambda: ended(waiting))
     assert first == [*range(9 - len(first), 9)]
     assert len(first) >= 7
     more = opened(calls, "dave", 3)

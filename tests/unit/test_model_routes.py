@@ -326,11 +326,7 @@ async def test_a_changed_file_takes_effect_and_a_broken_one_does_not(tmp_path, c
         begun = a_call()
         assert await answered(router, "m", begun) == "stable"
         replace_file(path, "m: {model: next}")
-
-        async def is_changed():
-            return await answered(router, "m") == "next"
-
-        await until(is_changed)
+        await until(lambda: answered(router, "m"), holds="next".__eq__)
         replace_file(path, "m: {")
         await until(lambda: "is not YAML" in caplog.text)
         assert await answered(router, "m") == "next"
