@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.runner_stack import Stack
-from tests.support.stacks import StackPool, pytest_runtest_makereport, stacks
+from tests.support.stacks import Stacks, pytest_runtest_makereport, stacks
 
 __all__ = ["pytest_runtest_makereport", "stack", "stacks"]
 
@@ -51,8 +51,8 @@ async def execute(request):
 """
 
 
-@pytest_asyncio.fixture(scope="session")
-async def stack(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("models")
     (folder / "chunks").mkdir()
     (folder / "chunks" / "model.py").write_text(CHUNKS)

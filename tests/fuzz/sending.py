@@ -4,7 +4,6 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -99,9 +98,7 @@ class Sender:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -32,6 +32,7 @@ from tests.process.gateway_before_fakes import (
 )
 from tests.support.free_ports import free_settings
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.status import refusal
 from tests.waiting import until
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -97,10 +98,9 @@ async def test_rest_clients_see_no_headers_of_grpc(gateway: Gateway) -> None:
 async def test_grpc_clients_see_the_service_s_metadata_untouched(gateway: Gateway) -> None:
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.ModelReady(inference_pb2.ModelReadyRequest())
-    trailing = dict(failed.value.trailing_metadata() or ())
-    assert failed.value.details() == "full"
+        failed = await refusal(stub.ModelReady(inference_pb2.ModelReadyRequest()))
+    trailing = dict(failed.trailing_metadata() or ())
+    assert failed.details() == "full"
     assert {"x-http-status": "429", "x-failed-hop": "predictor", "retry-after-ms": "1500"}.items() <= trailing.items()
 
 
@@ -163,8 +163,7 @@ async def test_a_grpc_client_gets_the_trace_s_id_too(gateway: Gateway) -> None:
         answered = stub.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=sampled)
         await answered
         failed = stub.ModelReady(inference_pb2.ModelReadyRequest(), metadata=sampled)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await failed
+        await refusal(failed)
         metadata = (
             *await answered.initial_metadata(),
             *await failed.initial_metadata(),
@@ -259,9 +258,8 @@ async def test_the_authority_chooses_the_predictor(gateway: Gateway, authority: 
 async def test_a_stream_that_no_service_has_begun_is_retried(gateway: Gateway) -> None:
     for refused in ("drains", "stops"):
         assert await stream_one(gateway, refused) == [refused]
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await stream_one(gateway, "dies")
-    assert failed.value.details() == "the engine died"
+    failed = await refusal(stream_one(gateway, "dies"))
+    assert failed.details() == "the engine died"
 
 
 async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
@@ -290,9 +288,8 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
     ):
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         for status in ("INTERNAL", "DEADLINE_EXCEEDED", "UNKNOWN") * 10:
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await stub.ModelMetadata(inference_pb2.ModelMetadataRequest(name=status))
-            assert failed.value.code().name == status
+            failed = await refusal(stub.ModelMetadata(inference_pb2.ModelMetadataRequest(name=status)))
+            assert failed.code().name == status
         assert await ejections(gateway) == 0
         request = inference_pb2.ModelMetadataRequest(name="waits")
         calls = asyncio.gather(*(stub.ModelMetadata(request) for _ in range(count)))
@@ -312,9 +309,8 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
 async def test_an_absent_hop_is_named_to_grpc_clients(lonely_gateway: Gateway, authority: str | None, hop: str) -> None:
     async with lonely_gateway.channel(authority) as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.ServerMetadata(inference_pb2.ServerMetadataRequest())
-    error = from_rpc_error(failed.value, "gateway")
+        failed = await refusal(stub.ServerMetadata(inference_pb2.ServerMetadataRequest()))
+    error = from_rpc_error(failed, "gateway")
     assert error.hop == hop
     # Before and after a failed health check a call reaches no service.
     assert isinstance(error, NotReadyError)
@@ -385,9 +381,8 @@ async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -
 @pytest.mark.parametrize("method", ["/headrace.v1.PredictorDevelopment/Kill", "/headrace.v1.Development/KillPredictor"])
 async def test_a_predictor_cannot_be_killed_from_outside(gateway: Gateway, method: str) -> None:
     async with gateway.channel("predictor") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await channel.unary_unary(method)(b"")
-    assert dict(failed.value.trailing_metadata() or ())["x-failed-hop"] == "gateway"
+        failed = await refusal(channel.unary_unary(method)(b""))
+    assert dict(failed.trailing_metadata() or ())["x-failed-hop"] == "gateway"
 
 
 async def test_grpc_web_passes_and_fails_as_grpc(gateway: Gateway) -> None:

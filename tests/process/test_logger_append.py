@@ -27,6 +27,7 @@ from tests.support import postgresql as postgresql_server
 from tests.support.logger_process import LoggerProcess
 from tests.support.payload_ingest import begin
 from tests.support.payload_records import SOURCE, answered, append_request, append_to, following, numbers, record_id
+from tests.support.status import refusal
 from tests.waiting import until
 
 BEGUN_MS = time.time_ns() // 1_000_000
@@ -118,9 +119,8 @@ async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_request_without_a_key_is_refused_after_those_before_it(logger, channel, request_, text):
-    with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
-        await append_to(channel, [sent(1), request_])
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    caught = await refusal(append_to(channel, [sent(1), request_]), text)
+    assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert committed(logger.database) == [(SOURCE, 1)]
 
 

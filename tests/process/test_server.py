@@ -20,7 +20,7 @@ from headrace_runner.settings import ROOT
 from tests.support.forkserver import spawn
 from tests.support.listening import listening
 from tests.support.logger_process import free_port
-from tests.support.status import code_of
+from tests.support.status import code_of, refusal
 from tests.waiting import until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -121,10 +121,9 @@ async def test_a_call_that_outlasts_the_drain_ends_with_the_error_that_the_servi
         assert await call.read() == b"0"
         service.process.send_signal(signal.SIGTERM)
         status, _, stderr = await service.ended()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await _last(call)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(caught.value.trailing_metadata())["x-http-status"] == "503"
+        caught = await refusal(_last(call))
+        assert caught.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.trailing_metadata())["x-http-status"] == "503"
     assert status == 0
     assert "Traceback" not in stderr
 
@@ -145,8 +144,7 @@ async def test_the_drain_precedes_the_end_and_its_failure_does_not_prevent_it(st
 async def test_a_blocked_event_loop_ends_the_process_with_every_traceback(start):
     service = await start(TEST_LOOP_TIMEOUT="0.5")
     async with grpc.aio.insecure_channel(service.target) as channel:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary("/test/block")(b"", wait_for_ready=True)
+        await refusal(channel.unary_unary("/test/block")(b"", wait_for_ready=True))
     status, events, stderr = await service.ended()
     assert (status, events) == (os.EX_SOFTWARE, "blocks\n")
     assert "the event loop has not answered for 0.5 s" in stderr
@@ -230,9 +228,7 @@ async def test_messages_up_to_the_limit_pass(server):
     async with grpc.aio.insecure_channel(server.target, options=options) as channel:
         call = channel.unary_unary("/test/size")
         assert await call(bytes(60 * 1024 * 1024)) == str(60 * 1024 * 1024).encode()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(bytes(MAX_MESSAGE_BYTES + 1))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await code_of(call(bytes(MAX_MESSAGE_BYTES + 1))) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_the_new_ones(start):

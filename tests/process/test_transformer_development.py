@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import grpc
-import pytest
 
 from headrace.errors import NotFoundError
 from headrace.rpc.server.call_context import DEVELOPMENT
@@ -16,6 +15,7 @@ from headrace_transformer.frontends.grpc import text_generation_servicer
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import one_service
+from tests.support.status import code_of
 
 REQUEST = pb.KillPredictorRequest(request_id="mine")
 
@@ -86,7 +86,5 @@ async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypat
 async def test_if_no_predictor_has_the_request_none_dies():
     victims = Victim(False), Victim(False)
     async with stub_before(*victims) as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await code_of(stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))) is grpc.StatusCode.NOT_FOUND
     assert [victim.deaths for victim in victims] == [0, 0]

@@ -20,7 +20,7 @@ from headrace_transformer.generation import recording
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.process.foreign_server import ForeignServer, foreign_server
-from tests.support.status import code_of
+from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
 from tests.waiting import until
@@ -37,10 +37,9 @@ def echo_request(**fields):
 
 async def test_its_own_errors_keep_their_meaning():
     async with foreign_server(ForeignServer()) as address, transformer(address) as (stub, _):
-        with pytest.raises(grpc.aio.AioRpcError, match="nobody is not here") as raised:
-            await stub.ModelInfer(echo_request(model_name="nobody"))
-        assert raised.value.code() is NOT_FOUND
-        assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
+        raised = await refusal(stub.ModelInfer(echo_request(model_name="nobody")), "nobody is not here")
+        assert raised.code() is NOT_FOUND
+        assert dict(raised.trailing_metadata())["x-failed-hop"] == "predictor"
         (response,) = [response async for response in stub.ModelStreamInfer(each(echo_request(model_name="nobody")))]
         assert (response.error_message, response.infer_response.id) == ("nobody is not here", "r")
 
@@ -65,9 +64,8 @@ async def test_text_is_converted_to_ids_in_the_form_of_the_metadata_and_back():
         # It would ignore the form of the answer.
         formed = text_request("ids", "Once upon a time")
         formed.parameters["structured_outputs"].string_param = '{"regex": "a"}'
-        with pytest.raises(grpc.aio.AioRpcError, match="its predictor supports no structured_outputs") as raised:
-            await stub.ModelInfer(formed)
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        raised = await refusal(stub.ModelInfer(formed), "its predictor supports no structured_outputs")
+        assert raised.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert all("structured_outputs" not in request.parameters for request in server.requests)
 
 
@@ -76,9 +74,8 @@ async def test_an_unloaded_model_is_not_found_and_a_new_one_is_served():
     async with foreign_server(server) as address, transformer(address, TEXT, ready=False) as (stub, catalogue):
         await until(lambda: catalogue.ready)
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="ids"))).ready
-        with pytest.raises(grpc.aio.AioRpcError, match="no model 'ids'") as raised:
-            await stub.ModelInfer(text_request("ids", "Once"))
-        assert raised.value.code() is NOT_FOUND
+        raised = await refusal(stub.ModelInfer(text_request("ids", "Once")), "no model 'ids'")
+        assert raised.code() is NOT_FOUND
 
         server.ready.add("ids")
         await until(lambda: stub.router.is_ready("ids"))
@@ -138,10 +135,9 @@ class Broken(ForeignServer):
 
 
 async def status_of(call):
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    metadata = dict(raised.value.trailing_metadata())
-    return raised.value.code(), metadata["x-http-status"], metadata["x-failed-hop"]
+    raised = await refusal(call)
+    metadata = dict(raised.trailing_metadata())
+    return raised.code(), metadata["x-http-status"], metadata["x-failed-hop"]
 
 
 BROKEN_BY_PREDICTOR = (grpc.StatusCode.UNAVAILABLE, "502", "predictor")

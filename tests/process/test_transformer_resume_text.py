@@ -12,7 +12,7 @@ from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
 from headrace.oip.tensors import decode_outputs
 from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, raises, serving
-from tests.support.status import code_of
+from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
 from tests.waiting import until
@@ -113,8 +113,9 @@ async def test_a_request_waits_for_a_model_that_loads(answer):
         predictor.state = "LOADING"
         await until(lambda: not stub.router.is_ready(MODEL))
         reading = [asyncio.create_task(read(stub, story_request())) for _ in range(3)]
-        with pytest.raises(grpc.aio.AioRpcError, match="no token within 300 ms"):
-            await stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", "300"),))
+        await refusal(
+            stub.ModelInfer(story_request(), metadata=(("x-first-token-timeout-ms", "300"),)), "no token within 300 ms"
+        )
         assert not predictor.calls
         assert not any(task.done() for task in reading)
         predictor.state = "READY"
@@ -136,8 +137,7 @@ async def test_a_request_for_tensors_waits_only_for_its_predictor():
     request = pb.ModelInferRequest(model_name=MODEL)
     request.parameters["max_tokens"].int64_param = 100
     async with serving(predictor) as address, transformer(address) as (stub, _):
-        with pytest.raises(grpc.aio.AioRpcError, match="wrong"):
-            await stub.ModelInfer(request)
+        await refusal(stub.ModelInfer(request), "wrong")
         assert len(predictor.calls) == 4
         predictor.script.extend(raises(error) for error in away)
         responses = [response async for response in stub.ModelStreamInfer(each(request))]

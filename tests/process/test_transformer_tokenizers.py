@@ -14,6 +14,7 @@ from headrace_protos import inference_pb2 as pb
 from headrace_protos import model_config_pb2
 from headrace_transformer.text.model_text import read_text
 from tests.process.foreign_server import ForeignServer, foreign_server
+from tests.support.status import refusal
 from tests.support.transformer_fixtures import transformer
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
@@ -101,9 +102,11 @@ async def served(tmp_path):
 @pytest.mark.parametrize("name", ["bad", "bare"])
 async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_others_are_served(served, name):
     stub, _, server = served
-    with pytest.raises(grpc.aio.AioRpcError, match=f"model '{name}' was not loaded: model {name}: ") as raised:
-        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name))
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    raised = await refusal(
+        stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name)),
+        f"model '{name}' was not loaded: model {name}: ",
+    )
+    assert raised.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert server.ready == {"story"}
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
     assert stub.router.is_ready("story")

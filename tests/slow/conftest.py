@@ -1,5 +1,5 @@
 """Real stacks, for the slow tests."""
 
-from tests.support.stacks import mended_stack, new_stack, pytest_runtest_makereport, stack, stacks
+from tests.support.stacks import new_stack, pytest_runtest_makereport, stack, stacks
 
-__all__ = ["mended_stack", "new_stack", "pytest_runtest_makereport", "stack", "stacks"]
+__all__ = ["new_stack", "pytest_runtest_makereport", "stack", "stacks"]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from types import TracebackType
 from typing import Self
 
 from headrace_runner import stack
@@ -38,9 +37,7 @@ class Stack(stack.Stack):
             raise
         return self
 
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.runner_stack import Stack
-from tests.support.stacks import StackPool
+from tests.support.stacks import Stacks
 from tests.system.calls import STREAMS, begun_streams
 
 _NAMES = "root alice grace later monthly narrow counted few changing"
@@ -55,7 +55,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def keyed(stacks: StackPool, key_file: Path) -> AsyncIterator[tuple[Stack, Path]]:
+async def keyed(stacks: Stacks, key_file: Path) -> AsyncIterator[tuple[Stack, Path]]:
     """A stack with the clients of ENTRIES, and its key file, which a test may change and restores."""
     at_once = {"predictor": {"PREDICTOR_MAX_RUNNING": str(STREAMS)}}
     async with stacks.use(gateway_keys=str(key_file), models=MODELS, environment=at_once) as started:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from headrace_runner.command.access import make_certificates
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.runner_stack import Stack
-from tests.support.stacks import StackPool
+from tests.support.stacks import Stacks
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.system.keyed_calls import (
     HTTP_STATUSES,
@@ -75,7 +75,7 @@ class Guarded:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def guarded(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+async def guarded(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     folder = tmp_path_factory.mktemp("access")
     (folder / "keys.yaml").write_text(json.dumps(ENTRIES))
     publish(folder / "jwks.json", SIGNER)

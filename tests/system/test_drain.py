@@ -5,9 +5,9 @@ import json
 import signal
 
 import grpc
-import pytest
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from tests.support.status import refusal
 from tests.system.calls import channel, http_request
 from tests.system.gated_stack import gated_stack
 from tests.waiting import until
@@ -32,12 +32,8 @@ async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_a
                 await asyncio.wait((both,), timeout=0.1)
             assert all(both.result())
             await stack.kill("transformer", signal.SIGTERM)
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                await rest_of(call)
-            assert (ended.value.code(), ended.value.details()) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "the service is stopping",
-            )
+            ended = await refusal(rest_of(call))
+            assert (ended.code(), ended.details()) == (grpc.StatusCode.UNAVAILABLE, "the service is stopping")
         assert "the service is stopping" in json.loads((await rest).events[-1])["error"]["message"]
 
         async with channel(stack.gateway) as open_channel:

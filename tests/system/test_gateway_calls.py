@@ -91,8 +91,7 @@ async def test_probes_and_readers_of_the_log_are_not_recorded(stack):
     assert await query(stack.gateway, request_id=request_id) == []
 
 
-async def test_a_call_without_a_transformer_is_recorded(mended_stack):
-    stack = mended_stack
+async def test_a_call_without_a_transformer_is_recorded(stack):
     await stack.kill("transformer")
     refused = []
 

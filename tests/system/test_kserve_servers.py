@@ -12,12 +12,12 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-import pytest
 import pytest_asyncio
 
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
+from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import rest
 from tests.system.own_clients import python_of
@@ -125,14 +125,12 @@ async def test_the_transformer_serves_in_front_of_kserves_model_server(model_ser
             for tensor in tensors:
                 np.testing.assert_array_equal(decoded[tensor.name].array, tensor.array)
 
-        async def refusal(model, name):
-            wrong = pb.ModelInferRequest(model_name=model)
-            add_input(wrong, Tensor(name, "FP32", np.array([1], dtype=np.float32)))
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(wrong)
-            return raised.value.code(), raised.value.details()
+        def wrong(model, name):
+            request = pb.ModelInferRequest(model_name=model)
+            add_input(request, Tensor(name, "FP32", np.array([1], dtype=np.float32)))
+            return stub.ModelInfer(request)
 
-        code, _ = await refusal("nobody", "x")
-        assert code is grpc.StatusCode.NOT_FOUND
+        assert await code_of(wrong("nobody", "x")) is grpc.StatusCode.NOT_FOUND
         # KServe's own status for a failure of its model.
-        assert await refusal("echo", "fails") == (grpc.StatusCode.INVALID_ARGUMENT, "the model failed")
+        failed = await refusal(wrong("echo", "fails"))
+        assert (failed.code(), failed.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "the model failed")

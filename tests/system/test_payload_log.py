@@ -6,9 +6,9 @@ import json
 import signal
 
 import grpc
-import pytest
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from tests.support.status import refusal
 from tests.system.calls import channel, generate, query, records, rest, text_of
 from tests.waiting import until
 
@@ -119,16 +119,14 @@ async def test_tail_sends_each_matching_record_as_it_is_committed(stack):
     by_rest.close()
 
 
-async def test_a_tail_ends_with_a_reason_when_the_logger_stops(mended_stack):
-    stack = mended_stack
+async def test_a_tail_ends_with_a_reason_when_the_logger_stops(stack):
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "")
     async with channel(stack.gateway) as open_channel:
         by_grpc = headrace_pb2_grpc.PayloadLogStub(open_channel).Tail(headrace_pb2.TailPayloadsRequest())
         await by_grpc.initial_metadata()
         await stack.kill("logger", signal.SIGTERM)
-        with pytest.raises(grpc.aio.AioRpcError, match="the logger is stopping") as failed:
-            await by_grpc.read()
-        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(failed.value.trailing_metadata())["x-failed-hop"] == "logger"
+        failed = await refusal(by_grpc.read(), "the logger is stopping")
+        assert failed.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(failed.trailing_metadata())["x-failed-hop"] == "logger"
         assert await asyncio.to_thread(by_rest.next) == {"error": "the logger is stopping"}
     by_rest.close()

@@ -21,7 +21,7 @@ from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.dashboards import filled, metrics_of, queries
 from tests.prometheus import CONFIG, Prometheus, running_prometheus
 from tests.support.runner_stack import Stack
-from tests.support.stacks import StackPool
+from tests.support.stacks import Stacks
 from tests.system.calls import channel, generate, leave_http, rest
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ class Watched(NamedTuple):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+async def watched(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     # There is neither a collector nor a sink: lost and waiting data must be visible too.
     exporting = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": UNREACHABLE, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     # A queue of one span: the second that ends while one is being exported is lost, however slow the machine.

@@ -14,6 +14,7 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.hub import serve_hub
 from tests.prometheus import read_page
 from tests.random_models import save_random_model
+from tests.support.status import refusal
 from tests.system.calls import channel, each, generate, ids_request, records, rest, text_of
 from tests.system.own_clients import client_passes
 
@@ -91,9 +92,8 @@ async def index(predictor):
 
 
 async def status_of(call):
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    return raised.value.code(), raised.value.details()
+    raised = await refusal(call)
+    return raised.code(), raised.details()
 
 
 def ids(model, **parameters):

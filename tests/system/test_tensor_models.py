@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import numpy as np
-import pytest
 import pytest_asyncio
 
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.random_encoders import save_random_encoder
+from tests.support.status import refusal
 from tests.system.calls import generate, rest, text_of, text_request
 from tests.system.own_clients import client_passes
 
@@ -150,10 +150,9 @@ async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(st
 
 
 async def test_a_model_of_tensors_refuses_text(stack):
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await generate(stack.gateway, model="identity", prompt="Once")
-    assert raised.value.code() is INVALID
-    assert raised.value.details() == "model 'identity' takes tensors, not text; call it by ModelInfer"
+    raised = await refusal(generate(stack.gateway, model="identity", prompt="Once"))
+    assert raised.code() is INVALID
+    assert raised.details() == "model 'identity' takes tensors, not text; call it by ModelInfer"
     answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "embedder", "prompt": "Once"})
     assert answer.status == 400
     assert "takes tensors" in answer.json["error"]["message"]

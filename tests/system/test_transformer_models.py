@@ -15,6 +15,7 @@ from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_runner.settings import ROOT
+from tests.support.status import code_of
 from tests.system.calls import channel, each, generate, text_of, text_request
 from tests.waiting import until
 
@@ -59,14 +60,8 @@ async def ready(stub, name):
     return (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
 
 
-async def refused(call):
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    return raised.value.code()
-
-
 async def test_a_loaded_text_model_takes_text_at_once_and_is_gone_once_unloaded(stack, stub):
-    assert await refused(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
+    assert await code_of(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
     await load(stub, "teller")
     assert await ready(stub, "teller")
     assert (await states(stub))["teller"] == "READY"
@@ -79,7 +74,7 @@ async def test_a_loaded_text_model_takes_text_at_once_and_is_gone_once_unloaded(
 
     await unload(stub, "teller")
     assert not await ready(stub, "teller")
-    assert await refused(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
+    assert await code_of(stub.ModelInfer(text_request("teller", "Once"))) is NOT_FOUND
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
 
 
@@ -112,7 +107,7 @@ async def test_a_model_that_is_loaded_at_a_predictor_appears(stack, stub):
         answers = [answer async for answer in stub.ModelStreamInfer(iter([request]))]
         assert [answer.error_message for answer in answers] == [""]
     await unload(stub, "echo")
-    assert await refused(stub.ModelInfer(request)) is NOT_FOUND
+    assert await code_of(stub.ModelInfer(request)) is NOT_FOUND
 
 
 def image(colour, size=(40, 30)):
@@ -174,7 +169,7 @@ async def test_outputs_may_be_named_without_their_flags(stub):
     add_input(request, Tensor("return_logprobs", "BOOL", np.array([False])))
     assert {output.name for output in (await stub.ModelInfer(request)).outputs} == answered - {"logprobs"}
     request.outputs.add(name="no_output")
-    assert await refused(stub.ModelInfer(request)) is INVALID
+    assert await code_of(stub.ModelInfer(request)) is INVALID
 
 
 async def test_the_prompt_comes_first_if_it_is_not_excluded(stub):
