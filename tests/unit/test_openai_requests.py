@@ -60,9 +60,8 @@ def test_a_prompt_is_a_text_texts_ids_or_lists_of_them(prompt, prompts):
     ],
 )
 def test_a_prompt_of_anything_else_is_refused(prompt, message):
-    with pytest.raises(InvalidRequestError, match=message) as raised:
+    with pytest.raises(InvalidRequestError, match=message, check=lambda error: error.param == "prompt"):
         completion(prompt=prompt)
-    assert raised.value.param == "prompt"
 
 
 def test_null_counts_as_absent_and_unknown_fields_are_ignored():
@@ -371,9 +370,8 @@ WRONG = {
 @pytest.mark.parametrize("param", WRONG)
 def test_a_wrong_value_is_refused_by_its_fields_name(param):
     for ask, fields in WRONG[param]:
-        with pytest.raises(InvalidRequestError) as raised:
+        with pytest.raises(InvalidRequestError, check=lambda error: error.param == param):
             ask(**fields)
-        assert raised.value.param == param, fields
 
 
 @pytest.mark.parametrize("cls", [ChatCompletionRequest, TokenizeRequest])
@@ -381,9 +379,8 @@ def test_variables_of_a_template_are_bounded_in_size_and_depth(cls):
     body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": %s}}'
     assert parse(cls, body % (b"[" * 200 + b"]" * 200)).chat_template_kwargs
     for value in (b"[" * 600 + b"]" * 600, b'"' + b"x" * 70_000 + b'"'):
-        with pytest.raises(InvalidRequestError) as raised:
+        with pytest.raises(InvalidRequestError, check=lambda error: error.param == "chat_template_kwargs"):
             parse(cls, body % value)
-        assert raised.value.param == "chat_template_kwargs"
 
 
 def test_a_messages_content_is_text_or_parts_of_text():
@@ -427,9 +424,8 @@ def test_a_messages_content_is_text_or_parts_of_text():
     ],
 )
 def test_any_other_message_is_refused(message, param, text):
-    with pytest.raises(InvalidRequestError, match=text) as raised:
+    with pytest.raises(InvalidRequestError, match=text, check=lambda error: error.param == param):
         chat(message)
-    assert raised.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -466,15 +462,13 @@ def test_errors_have_openais_shape(error, kind, code, param):
 
 @pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 5, "echo": True}])
 def test_a_truncation_that_cannot_be_made_is_refused(fields):
-    with pytest.raises(InvalidRequestError) as raised:
+    with pytest.raises(InvalidRequestError, check=lambda error: error.param == "truncate_prompt_tokens"):
         completion(**fields)
-    assert raised.value.param == "truncate_prompt_tokens"
 
 
 def test_a_number_without_a_fraction_is_whole():
     request = completion(n=2.0, logprobs=1.0, best_of=2.0, max_tokens=3.0)
     assert (request.n, request.logprobs, request.best_of) == (2, 1, 2)
     for value in (1.5, True, "1"):
-        with pytest.raises(InvalidRequestError) as raised:
+        with pytest.raises(InvalidRequestError, check=lambda error: error.param == "n"):
             completion(n=value)
-        assert raised.value.param == "n"
