@@ -55,20 +55,9 @@ def _selective(dtype, _):
 
 
 def _delta_rule(dtype, has_more):
-    heads, n, size = 8, 48, 40
-    query, key = (_numbers(_ROWS, 1, 4, n, dtype=dtype) / 4 for _ in range(2))
-    return (
-        qwen.torch_recurrent_gated_delta_rule,
-        ours.update_by_delta_rule,
-        [query, key, _numbers(_ROWS, 1, heads, size, dtype=dtype)],
-        {
-            "g": -torch.rand(_ROWS, 1, heads),
-            "beta": torch.rand(_ROWS, 1, heads).to(dtype),
-            "initial_state": _numbers(_ROWS, heads, n, size),
-            "output_final_state": True,
-            "use_qk_l2norm_in_kernel": has_more,
-        },
-    )
+    _, _, arguments, named = _delta_rule_scan(dtype, has_more, ids=1)
+    named |= {"initial_state": _numbers(_ROWS, 8, 48, 40)}
+    return qwen.torch_recurrent_gated_delta_rule, ours.update_by_delta_rule, arguments, named
 
 
 def _state_space_scan(dtype, has_more, ids=70):

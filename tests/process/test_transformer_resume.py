@@ -191,11 +191,14 @@ async def test_log_probabilities_continue_without_a_repeat():
         assert values == pytest.approx([-position / 10 for position in range(20)])
 
 
-async def test_messages_without_tokens_keep_a_call_alive():
+@pytest.mark.parametrize(("dialect", "limit_s", "silent_s"), [(None, 2.0, 2.5), (OURS, 0.1, 0.5)])
+async def test_messages_without_tokens_keep_a_call_alive_and_a_foreign_predictor_may_be_silent(
+    dialect, limit_s, silent_s
+):
     released = asyncio.Event()
-    async with resuming(holds_until(released), silence_limit_s=2.0) as r:
-        asyncio.get_running_loop().call_later(2.5, released.set)
-        check_whole(await r.generate())
+    async with resuming(holds_until(released), silence_limit_s=limit_s) as r:
+        asyncio.get_running_loop().call_later(silent_s, released.set)
+        check_whole(await r.generate(dialect=dialect))
         assert len(r.predictor.calls) == 1
 
 
@@ -540,14 +543,6 @@ async def test_a_predictor_that_cannot_isolate_is_not_called_a_third_time():
         with pytest.raises(HopBrokenError):
             await r.generate(dialect=OURS)
         assert len(r.predictor.calls) == 2
-
-
-async def test_a_foreign_predictor_may_be_silent():
-    released = asyncio.Event()
-    async with resuming(holds_until(released), silence_limit_s=0.1) as r:
-        asyncio.get_running_loop().call_later(0.5, released.set)
-        check_whole(await r.generate(dialect=OURS))
-        assert len(r.predictor.calls) == 1
 
 
 # ------------------------------------------------------------------ two predictors at once

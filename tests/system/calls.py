@@ -76,11 +76,7 @@ def text_of(responses: list[headrace_pb2.GenerateResponse]) -> str:
 
 def text_request(model: str, prompt: str, **parameters: int) -> inference_pb2.ModelInferRequest:
     """An OIP request to a text model."""
-    request = inference_pb2.ModelInferRequest(model_name=model, id="r")
-    add_input(request, bytes_tensor("text_input", [prompt.encode()]))
-    for name, value in parameters.items():
-        request.parameters[name].int64_param = value
-    return request
+    return ids_request(model, bytes_tensor("text_input", [prompt.encode()]), **parameters)
 
 
 def ids_request(model: str, tensor: Tensor, **parameters: int) -> inference_pb2.ModelInferRequest:

@@ -146,22 +146,10 @@ def test_a_trace_begins_with_its_first_line():
 # ---------------------------------------------------------------- guidellm
 
 
-def test_a_text_is_a_row_with_its_counts():
-    assert dataset_row(record()) == {
-        "prompt": "Once",
-        "messages": [{"role": "user", "content": "Once"}],
-        "prompt_tokens_count": 2,
-        "output_tokens_count": 3,
-    }
-
-
-def test_a_chat_is_a_row_of_the_same_columns():
-    assert dataset_row(chat()) == {
-        "prompt": "Be brief.\noù?",
-        "messages": MESSAGES,
-        "prompt_tokens_count": 2,
-        "output_tokens_count": 3,
-    }
+def test_a_text_or_a_chat_is_a_row_with_its_counts():
+    counts = {"prompt_tokens_count": 2, "output_tokens_count": 3}
+    assert dataset_row(record()) == {"prompt": "Once", "messages": [{"role": "user", "content": "Once"}], **counts}
+    assert dataset_row(chat()) == {"prompt": "Be brief.\noù?", "messages": MESSAGES, **counts}
 
 
 def test_prompts_without_text_are_no_rows():

@@ -121,6 +121,10 @@ def test_an_encoder_s_prompt_is_never_cut():
     first, second = added(scheduler, sequence(20, 4, start_ids=(0,)), sequence(20, 4, start_ids=(0,)))
     assert step(scheduler) == [(first, 0, 21)]
     assert step(scheduler) == [(first, 21, 1), (second, 0, 21)]
+    scheduler = scheduler_of(blocks=60, step_tokens=8, reuses_prefixes=False)
+    (alone,) = added(scheduler, sequence(20, 9, start_ids=(0,), alone=True))
+    assert step(scheduler) == [(alone, 0, 21)]
+    assert step(scheduler) == [(alone, 21, 1)]
 
 
 def test_the_second_of_two_equal_prompts_waits_for_the_first_ones_blocks():
@@ -173,13 +177,6 @@ def test_an_isolated_sequence_waits_for_its_turn_and_is_not_overtaken():
     assert [row[0] for row in step(scheduler)] == [alone]
     scheduler.remove(second)
     assert [row[0] for row in step(scheduler)] == [alone, last]
-
-
-def test_an_isolated_encoder_s_prompt_is_not_cut_either():
-    scheduler = scheduler_of(blocks=60, step_tokens=8, reuses_prefixes=False)
-    (alone,) = added(scheduler, sequence(20, 9, start_ids=(0,), alone=True))
-    assert step(scheduler) == [(alone, 0, 21)]
-    assert step(scheduler) == [(alone, 21, 1)]
 
 
 def test_the_queue_counts_only_sequences_that_wait_for_anothers_end():
