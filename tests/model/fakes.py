@@ -120,12 +120,14 @@ def make_engine(
 
 
 @contextmanager
-def engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
-    """Makes engines as `make_engine` does, and closes them at the end."""
+def engines(
+    make_one: Callable[..., ContinuousBatchingEngine] = make_engine,
+) -> Iterator[Callable[..., ContinuousBatchingEngine]]:
+    """Makes engines as `make_one` does, and closes them at the end."""
     made = []
 
-    def make(runner: Any, **limits: Any) -> ContinuousBatchingEngine:
-        made.append(make_engine(runner, **limits))
+    def make(*arguments: Any, **limits: Any) -> ContinuousBatchingEngine:
+        made.append(make_one(*arguments, **limits))
         return made[-1]
 
     try:

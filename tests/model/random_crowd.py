@@ -1,8 +1,8 @@
 """Engines of small random models, and twelve requests whose answers must equal those of transformers' `generate`."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.settings import PredictorSettings
+from tests.model.fakes import engines
 from tests.random_models import greedy, random_model
 from tests.support.in_process_engine import submit
 from tests.support.requests import submission
@@ -72,17 +73,10 @@ def tight_settings(model: Any, cache_tokens: int, **given: Any) -> PredictorSett
     return PredictorSettings(**{**_TIGHT, "kv_cache_memory": memory, **given})
 
 
-@contextmanager
-def random_engines() -> Iterator[Callable[..., ContinuousBatchingEngine]]:
+def random_engines() -> AbstractContextManager[Callable[..., ContinuousBatchingEngine]]:
     """Makes engines of copies of models, with memory for so many tokens, and closes them at the end."""
-    engines = []
 
     def make(model: Any, cache_tokens: int = 4000, **given: Any) -> ContinuousBatchingEngine:
-        engines.append(build_engine("test", copy.deepcopy(model), tight_settings(model, cache_tokens, **given)))
-        return engines[-1]
+        return build_engine("test", copy.deepcopy(model), tight_settings(model, cache_tokens, **given))
 
-    try:
-        yield make
-    finally:
-        for engine in engines:
-            engine.close()
+    return engines(make)

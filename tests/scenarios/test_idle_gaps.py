@@ -5,8 +5,6 @@ real limits are tested in tests/process/test_gateway_config.py.
 """
 
 import asyncio
-import socket
-import sys
 
 import grpc
 import pytest_asyncio
@@ -14,10 +12,10 @@ import pytest_asyncio
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, rest, text_request
+from tests.system.gated_stack import gated_stack
 
 CONNECTION_S, STREAM_S = 1, 3  # Instead of 3600 and 600.
 PING_S = 1  # Instead of 30.
-MODELS = "storyteller=models/storyteller"
 
 
 def shortened(config):
@@ -53,17 +51,11 @@ def shortened(config):
 
 
 @pytest_asyncio.fixture(scope="module")
-async def gated(stacks, tmp_path_factory):
+async def gated(tmp_path_factory):
     """A stack, and a function that lets its model generate one token."""
-    path = str(tmp_path_factory.mktemp("gate") / "gate")
-    async with stacks.use(
-        models=MODELS,
-        commands={"predictor": (sys.executable, "-m", "tests.system.faulty_predictor")},
-        environment={"predictor": {"GATE_SOCKET": path}},
-        change_gateway=shortened,
-    ) as stack:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            yield stack, lambda: sender.sendto(b"1", path)
+    folder = tmp_path_factory.mktemp("gated")
+    async with gated_stack(folder, change_gateway=shortened) as (stack, let_tokens_be_made):
+        yield stack, lambda: let_tokens_be_made(1)
 
 
 async def test_big_tensors_pass_after_idle_gaps(gated):

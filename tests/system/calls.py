@@ -4,6 +4,8 @@ import asyncio
 import http.client
 import json
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_runner.settings import ROOT
 from tests.waiting import until
 
 STREAMS = 64
@@ -251,6 +254,12 @@ async def hop_of(gateway: str, model: str) -> str:
 
 async def until_direct(gateway: str, model: str) -> None:
     await until(lambda: hop_of(gateway, model), holds="predictor".__eq__)
+
+
+async def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command `headrace`, which ends by itself."""
+    program = (sys.executable, "-m", "headrace_runner.command", *arguments)
+    return await asyncio.to_thread(subprocess.run, program, cwd=ROOT, capture_output=True, text=True)
 
 
 async def serves(address: str, name: str = "") -> bool:

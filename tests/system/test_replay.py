@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from headrace_runner.replay import options as replay_options
 from headrace_runner.settings import ROOT
 from tests.support.free_ports import free_settings
 from tests.support.runner_stack import Stack
-from tests.system.calls import channel, generate, infer, query, records, rest, text_request
+from tests.system.calls import channel, generate, headrace, infer, query, records, rest, text_request
 from tests.waiting import until
 
 
@@ -210,23 +207,12 @@ async def test_one_changed_token_of_an_export_is_found_at_its_position(source, t
     assert f"token {TOKENS - 1}: {expected + 1} on record, {expected} now" in capsys.readouterr().out
 
 
-async def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "headrace_runner.command", "replay", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
 async def test_what_cannot_be_compared_is_one_line_and_exit_code_2(source, tmp_path):
     nowhere = free_settings(tmp_path).gateway
     away, unreadable, empty = await asyncio.gather(
-        command(nowhere, "--gateway", source.gateway),
-        command(source.gateway, "--gateway", nowhere),
-        command(source.gateway, "--gateway", source.gateway, "--model", "nobody"),
+        headrace("replay", nowhere, "--gateway", source.gateway),
+        headrace("replay", source.gateway, "--gateway", nowhere),
+        headrace("replay", source.gateway, "--gateway", source.gateway, "--model", "nobody"),
     )
     assert [done.returncode for done in (away, unreadable, empty)] == [2, 2, 2], (away, unreadable, empty)
     assert away.stderr.startswith(f"no stack answers at {nowhere}: UNAVAILABLE")

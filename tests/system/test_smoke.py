@@ -2,27 +2,13 @@
 
 import asyncio
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from headrace_runner.smoke.checks import smoke
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
-
-ROOT = Path(__file__).parents[2]
-
-
-async def command(*arguments):
-    """Exit code, output and errors of `make smoke`'s program."""
-    return await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "headrace_runner.command", "smoke", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+from tests.system.calls import headrace
 
 
 # A decoder with a chat template: test_headrace_command.py.
@@ -87,7 +73,7 @@ async def test_a_failing_endpoint_is_named_and_the_exit_code_is_1(new_stack):
         models="storyteller=models/storyteller",
         commands={"transformer": (sys.executable, "-m", "tests.system.mute_transformer")},
     )
-    done = await command("--gateway", stack.gateway, "storyteller")
+    done = await headrace("smoke", "--gateway", stack.gateway, "storyteller")
     assert done.returncode == 1
     failed = [line for line in done.stdout.splitlines() if line.startswith("  FAIL")]
     # An answer without text is not reported. What renders messages fails, whole and streamed.
