@@ -13,6 +13,7 @@ length and padding in the file are switched off.
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,6 +39,7 @@ _LISTS = ("extra_special_tokens", "additional_special_tokens", "model_specific_s
 _DEFAULT_TEMPLATE = "default"
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 _CALL_END = "<|call|>"  # gpt-oss ends an answer with it too, which not every generation_config.json says.
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')  # Within a string, its quotation marks would be escaped.
 _CONVERSION_S = 300.0
 _MAX_REASON = 500
 
@@ -94,10 +96,8 @@ def own_end_ids(folder: Path) -> frozenset[int]:
         stated = config.get("added_tokens_decoder") or {}
         adds = _CALL_END in str(config) or (folder / "special_tokens_map.json").is_file()
         if stated or not adds:  # Without building a tokenizer, which takes longer.
-            own = read_config(folder, TOKENIZER_FILE).get("added_tokens")  # Its ids have priority.
-            ids = {
-                token["content"]: int(token["id"]) for token in own or [{"id": i, **one} for i, one in stated.items()]
-            }
+            own = _added_tokens(folder / TOKENIZER_FILE) or [{"id": i, **one} for i, one in stated.items()]
+            ids = {token["content"]: int(token["id"]) for token in own}  # The file's ids have priority.
             if (eos := config.get("eos_token")) in [*ids]:
                 return frozenset(ids[name] for name in (eos, _CALL_END) if name in ids)
         return read_tokenizer(folder).end_ids if has_vocabulary(folder) else frozenset()
@@ -127,6 +127,13 @@ def _read(path: Path, contents: bytes) -> Tokenizer:
         with tokenizer_errors(f"{path}: the decoder, which fails on a text without characters,"):
             backend.decoder.decode([""])  # With `Strip` at the end of a text the library panics.
     return backend
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """The `added_tokens` of tokenizer.json, without parsing its vocabulary, which takes longest."""
+    text = path.read_bytes().decode() if path.is_file() else ""
+    found = _ADDED_TOKENS.search(text)
+    return json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
 
 
 def _of_ids(config: Mapping[str, Any]) -> list[AddedToken]:
