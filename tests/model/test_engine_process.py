@@ -196,6 +196,21 @@ async def test_a_host_that_was_started_before_makes_the_first_engine():
         await host.close()
 
 
+async def test_an_idle_host_ends_and_one_with_an_engine_stays():
+    host = EngineHost()
+    host.start()
+    first = psutil.Process(host.pid)
+    await host.close_idle()
+    assert not host.pid
+    assert not first.is_running()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = await host.start_engine(theirs)
+        await host.close_idle()
+        assert psutil.pid_exists(engine)
+        await host.close()
+
+
 async def test_the_log_has_the_reason_why_a_host_failed(monkeypatch, caplog):
     monkeypatch.setattr(f"{EngineHost.__module__}._START_S", 0.01)
     ours, theirs = socket.socketpair()

@@ -59,6 +59,7 @@ async def serve(settings: "PredictorSettings", host: EngineHost) -> None:
 
     async def load() -> None:
         await repository.load_all()
+        await host.close_idle()  # Models of the hub may all have turned out to be encoders.
         for name in ("", _SERVICE):
             await server.set_serving(name, True)
 

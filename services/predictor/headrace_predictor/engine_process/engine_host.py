@@ -31,6 +31,7 @@ class EngineHost:
         self.prepare = prepare
         self._control: socket.socket | None = None
         self.pid = 0  # 0: there is none.
+        self._engines = 0
         self._turn = asyncio.Lock()
         self._unread = b""
         self._started: asyncio.Future[int] | None = None
@@ -56,6 +57,12 @@ class EngineHost:
         """Ends the host and with it every engine process."""
         async with self._turn:
             await self._end()
+
+    async def close_idle(self) -> None:
+        """Ends the host if it has no engine process; a later one starts another host."""
+        async with self._turn:
+            if not self._engines:
+                await self._end()
 
     async def _start_engine(self, connection: socket.socket) -> int:
         control = self._control or self._start()
@@ -99,6 +106,7 @@ class EngineHost:
             self._take(line.decode().split())
 
     def _take(self, words: list[str]) -> None:
+        self._engines += 1 if words[0] == "started" else -1
         if words[0] == "started" and self._started is not None and not self._started.done():
             self._started.set_result(int(words[1]))
         elif words[0] == "ended" and words[2] not in ("0", str(os.EX_CONFIG)):
@@ -114,7 +122,7 @@ class EngineHost:
             return
         self._stop_listening()
         self._control.close()
-        pid, self.pid, self._control, self._unread = self.pid, 0, None, b""
+        pid, self.pid, self._control, self._unread, self._engines = self.pid, 0, None, b"", 0
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):

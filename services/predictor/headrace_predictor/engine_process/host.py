@@ -28,11 +28,13 @@ from typing import Any, NoReturn
 
 from headrace.processes import end_with_parent
 from headrace.rpc.limits.byte_budget import give_memory_back
+from headrace_predictor.models.meta_kernels import META_KERNELS, do_without
 
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
-_DEFERRED = ("torch.export", _TRANSFORMERS, "transformers.models")
+_TORCH = ("torch.distributions", "torch.export", "torch.masked", "torch.quantization", META_KERNELS)
+_DEFERRED = (*_TORCH, _TRANSFORMERS, "transformers.models")
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
@@ -157,6 +159,7 @@ def light_imports() -> Iterator[None]:
     absent = {name: module for name, module in absent.items() if name not in sys.modules}
     sys.modules |= absent
     try:
+        do_without()
         yield
     finally:
         for name in absent:
