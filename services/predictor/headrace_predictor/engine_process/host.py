@@ -28,12 +28,20 @@ from typing import Any, NoReturn
 
 from headrace.processes import end_with_parent
 from headrace.rpc.limits.byte_budget import give_memory_back
-from headrace_predictor.models.meta_kernels import META_KERNELS, do_without
+from headrace_predictor.models.meta_kernels import META_KERNELS, REFERENCES, do_without
 
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
-_TORCH = ("torch.distributions", "torch.export", "torch.masked", "torch.quantization", META_KERNELS)
+_TORCH = (
+    "torch.distributions",
+    "torch.export",
+    "torch.masked",
+    "torch.quantization",
+    "torch.utils.data",
+    META_KERNELS,
+    REFERENCES,
+)
 _DEFERRED = (*_TORCH, _TRANSFORMERS, "transformers.models")
 
 
