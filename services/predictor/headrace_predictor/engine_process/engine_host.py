@@ -12,14 +12,13 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from headrace.errors import StartupFault
 from headrace.processes import how_it_ended
-from headrace_predictor.engine_process import host
 
 logger = logging.getLogger(__name__)
 
 _START_S = 900.0  # Importing the libraries takes seconds, or minutes where the processor is emulated.
 _ATTEMPTS = 2
+_HOST = "headrace_predictor.engine_process.host"
 # The library for numpy's products keeps threads, which a fork would not have.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -51,6 +50,8 @@ class EngineHost:
                 except (OSError, TimeoutError) as error:
                     logger.warning("the engine host failed: %s", str(error) or type(error).__name__)
                     await self._end()
+        from headrace.errors import StartupFault  # Imports gRPC, which a host that starts need not wait for.
+
         raise StartupFault("no engine process can be started; see the log")
 
     async def close(self) -> None:
@@ -79,7 +80,7 @@ class EngineHost:
         self._control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                (sys.executable, "-m", host.__name__, str(theirs.fileno()), str(os.getpid())),
+                (sys.executable, "-m", _HOST, str(theirs.fileno()), str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | _ENVIRONMENT,
