@@ -3,7 +3,8 @@
     async with Stack(StackSettings(...)) as stack:
         ...  # ready: stack.gateway answers
 
-All processes start at once, because each can wait for those that it needs. They are stopped in order, the gateway first
+The predictors start first, because that takes longest, and the other processes when one listens: they share the
+processors. Each process can wait for those that it needs. They are stopped in order, the gateway first
 and the logger last, within ten seconds. None outlives this process, however it ends.
 """
 
@@ -17,7 +18,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.endpoints import DIRECT
 from headrace.errors import StartupError
@@ -29,6 +29,7 @@ from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, StackSettings
 
 _POLL_S = 0.1
 _REPORT_S = 10.0
+_HEAD_START_S = 2.0  # At most.
 # All other settings are also Envoy's or of the places of processes.
 _ROLLED = ("models", "device", "roll_patience_s", "locust_port")
 
@@ -94,7 +95,11 @@ class Stack:
             if isinstance(error, OSError):
                 raise self.folder.unusable(error) from None
             raise
-        self._supervisions = [process.start() for process in self._processes.values()]
+        predictors = [process for process in self._processes.values() if process.spec.name.startswith("predictor")]
+        listening = [asyncio.create_task(process.until_listening(_HEAD_START_S)) for process in predictors]
+        self._supervisions = [
+            process.start(() if process in predictors else listening) for process in self._processes.values()
+        ]
 
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.
@@ -276,6 +281,8 @@ def _channel(target: str) -> grpc.aio.Channel:
 
 
 async def _serves(channel: grpc.aio.Channel, name: str) -> bool:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # The start of processes does not wait for it.
+
     request = health_pb2.HealthCheckRequest(service=name)
     try:
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)  # type: ignore[attr-defined]
