@@ -18,11 +18,11 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process as Running
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from headrace.errors import StartupError
 from headrace.processes import how_it_ended
@@ -34,7 +34,6 @@ MAX_DELAY_S = 10.0
 STEADY_S = 30.0  # After a run of this length the backoff starts at the first delay again.
 
 _LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
-_POLL_S = 0.05
 _TAIL_BYTES = 4096
 _REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
 
@@ -80,11 +79,10 @@ class Process:
             raise ProcessLookupError(f"{self.spec.name} is not running")
         return self._process.pid
 
-    def start(self, after: Collection[asyncio.Task[Any]] = ()) -> asyncio.Task[None]:
-        """Starts supervision, once a task of `after` has ended; it ends at `stop`, or with StartupError and the log's
-        last line."""
+    def start(self) -> asyncio.Task[None]:
+        """Starts supervision; the task ends at `stop`, or with StartupError and the log's last line."""
         self.log.write_bytes(b"")
-        self._supervision = asyncio.create_task(self._supervise(after), name=f"supervise {self.spec.name}")
+        self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
         return self._supervision
 
     async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
@@ -146,21 +144,7 @@ class Process:
             return ""
         return _message(next((line for line in reversed(lines) if line), ""))
 
-    async def until_listening(self, timeout_s: float) -> None:
-        """Returns when its port is open, or after the timeout."""
-        give_up_at = time.monotonic() + timeout_s
-        while time.monotonic() < give_up_at:
-            with suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", self.spec.port)
-                writer.close()
-                return
-            await asyncio.sleep(_POLL_S)
-
-    async def _supervise(self, after: Collection[asyncio.Task[Any]]) -> None:
-        if after:
-            stop = asyncio.create_task(self._stopping.wait(), name=f"{self.spec.name}'s stop")
-            await asyncio.wait({*after, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
+    async def _supervise(self) -> None:
         delay_s = FIRST_DELAY_S
         while not self._stopping.is_set():
             started = time.monotonic()

@@ -3,8 +3,8 @@
     async with Stack(StackSettings(...)) as stack:
         ...  # ready: stack.gateway answers
 
-The predictors start first, because that takes longest, and the other processes when one listens: they share the
-processors. Each process can wait for those that it needs. They are stopped in order, the gateway first
+The predictors start first, because that takes longest, and the others, which share the processors, when one listens.
+Each process can wait for those that it needs. They are stopped in order, the gateway first
 and the logger last, within ten seconds. None outlives this process, however it ends.
 """
 
@@ -95,11 +95,19 @@ class Stack:
             if isinstance(error, OSError):
                 raise self.folder.unusable(error) from None
             raise
-        predictors = [process for process in self._processes.values() if process.spec.name.startswith("predictor")]
-        listening = [asyncio.create_task(process.until_listening(_HEAD_START_S)) for process in predictors]
-        self._supervisions = [
-            process.start(() if process in predictors else listening) for process in self._processes.values()
-        ]
+        predictors = [process for name, process in self._processes.items() if name.startswith("predictor")]
+        self._supervisions = [process.start() for process in predictors]
+        await self._first_predictor()
+        self._supervisions += [process.start() for process in self._processes.values() if process not in predictors]
+
+    async def _first_predictor(self) -> None:
+        """Waits until a predictor listens or cannot be started, or has had its head start."""
+        give_up_at = time.monotonic() + _HEAD_START_S
+        while self._supervisions and not self._supervisions[0].done() and time.monotonic() < give_up_at:
+            with socket.socket() as probe:
+                if not probe.connect_ex((LOOPBACK, self.settings.predictor_ports[0])):
+                    return
+            await asyncio.sleep(_POLL_S / 2)
 
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.

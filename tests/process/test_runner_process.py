@@ -4,10 +4,8 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -37,14 +35,6 @@ class Lines(list[str]):
             self._news.clear()
 
 
-SERVES = """
-import socket, time
-print("listens", flush=True)
-with socket.create_server(("127.0.0.1", {})):
-    time.sleep(60)
-"""
-
-
 def script(name: str, source: str, grace_s: float = 5.0) -> ProcessSpec:
     return ProcessSpec(name, (sys.executable, "-c", source), dict(os.environ), port=0, grace_s=grace_s)
 
@@ -66,23 +56,6 @@ async def test_restarts_back_off_and_are_reported(tmp_path: Path, monkeypatch: p
     assert [f"again in {delay} s" in line for delay, line in zip((0.02, 0.04, 0.05), reports[:3], strict=True)] == [
         True
     ] * 3
-
-
-async def test_a_process_starts_after_another_listens(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    first = Process(replace(script("first", SERVES.format(port)), port=port), tmp_path, tmp_path, print)
-    listening = asyncio.create_task(first.until_listening(60.0))
-    second, third = (Process(script(name, "print('runs')"), tmp_path, tmp_path, print) for name in ("second", "third"))
-    second.start((listening,))
-    third.start((listening,))
-    await third.stop()
-    assert not listening.done()
-    first.start()
-    await wait_for_log(second, "runs")
-    assert (first.log.read_text(), third.log.read_text()) == ("listens\n", "")
-    for process in (first, second):
-        await process.stop()
 
 
 async def test_back_off_is_reset_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

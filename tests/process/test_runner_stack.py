@@ -138,9 +138,11 @@ async def test_a_service_that_cannot_start_ends_the_stack_with_its_line(
         return running
 
     monkeypatch.setattr(process, "spawn", spawn_on_record)
-    refuse = "import os, sys; sys.stderr.write('transformer: KEYS=a: no such file\\n'); sys.exit(os.EX_CONFIG)"
-    commands = FAKES | {"transformer": (sys.executable, "-c", refuse)}
-    with pytest.raises(StartupError, match=r"^transformer: KEYS=a: no such file$"):
+    refuse = (
+        "import os, sys; sys.stderr.write('predictor: DEVICE=cuda, but there is no CUDA\\n'); sys.exit(os.EX_CONFIG)"
+    )
+    commands = FAKES | {"predictor": (sys.executable, "-c", refuse)}
+    with pytest.raises(StartupError, match=r"^predictor: DEVICE=cuda, but there is no CUDA$"):
         await start_stack(tmp_path / "run", {}, commands=commands)
     assert len(started) == 4
     assert not any(map(psutil.pid_exists, started))

@@ -33,16 +33,8 @@ from headrace_predictor.models.meta_kernels import META_KERNELS, REFERENCES, do_
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
-_TORCH = (
-    "torch.distributions",
-    "torch.export",
-    "torch.masked",
-    "torch.quantization",
-    "torch.utils.data",
-    META_KERNELS,
-    REFERENCES,
-)
-_DEFERRED = (*_TORCH, _TRANSFORMERS, "transformers.models")
+_UNUSED = ("torch.distributions", "torch.export", "torch.masked", "torch.quantization", "torch.utils.data")
+_DEFERRED = (*_UNUSED, META_KERNELS, REFERENCES, _TRANSFORMERS, "transformers.models")
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
@@ -151,9 +143,10 @@ def _unmap_idle_code() -> None:
 def light_imports() -> Iterator[None]:
     """Imports torch and transformers without what an engine process never uses.
 
-    That is torch's compiler and exporter, its tensors on several machines, SciPy, and the names of all classes, which
-    transformers reads twice from the files of all models. They were half of the processor's time of a host's start. For
-    a process that compiles nothing by torch: what is decorated meanwhile says nothing to the compiler.
+    That is torch's compiler, exporter and the like, its tensors on several machines, SciPy, and the names of all
+    classes, which transformers reads twice from the files of all models. They were two thirds of the processor's time
+    of a host's start. For a process that compiles nothing by torch: what is decorated meanwhile says nothing to the
+    compiler.
     """
     for name in _DEFERRED:
         if name not in sys.modules:
@@ -167,7 +160,7 @@ def light_imports() -> Iterator[None]:
     absent = {name: module for name, module in absent.items() if name not in sys.modules}
     sys.modules |= absent
     try:
-        do_without()
+        do_without(import_module("torch"))
         yield
     finally:
         for name in absent:

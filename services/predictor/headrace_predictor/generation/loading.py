@@ -37,8 +37,9 @@ from headrace_predictor.engine.runners.memory import memory_left
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.models import gguf_weights, quantised_checkpoints
-from headrace_predictor.models.fingerprint import contents_of, fingerprint
+from headrace_predictor.models.fingerprint import contents_of, fingerprint_of
 from headrace_predictor.models.gguf_weights import has_gguf
+from headrace_predictor.models.meta_kernels import with_meta_kernels
 from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2
@@ -122,19 +123,18 @@ def _load(
     # Before they are read: files may be replaced meanwhile.
     contents = contents_of(folder, is_local)
     kept_at = Path(expanduser(settings.weights_cache)) / _digest(folder, contents)
-    model = load_weights(name, folder, auto, settings.dtype, device)
+    model = with_meta_kernels(load_weights, name, folder, auto, settings.dtype, device)
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_end_ids(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids, kept_at)
     dtype, weights = dtype_name(model), engine.description["weights"]
     numbers = dtype if weights == dtype else f"{dtype} {weights}{engine.description['angles']}"
+    fingerprint = fingerprint_of(folder, numbers, is_local, contents=contents)
     engine.limits = engine.limits.with_defaults(generation)
     engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)
     defaults = defaults_of(generation, engine.limits.is_encoder_decoder)
-    return LoadedModel(
-        name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint(contents, numbers)
-    )
+    return LoadedModel(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
 
 
 def _digest(folder: Path, contents: bytes) -> str:
@@ -145,7 +145,7 @@ def _digest(folder: Path, contents: bytes) -> str:
         paths |= {place.path for place in read_gguf(folder / WEIGHTS_FILE).tensors.values()}
     changed = [path.stat().st_mtime_ns for path in sorted(paths)]
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in _READERS)
-    return sha256(f"{fingerprint(contents, '')} {changed}".encode() + code).hexdigest()[:32]
+    return sha256(f"{fingerprint_of(folder, '', True, contents=contents)} {changed}".encode() + code).hexdigest()[:32]
 
 
 def _auto_class(name: str, folder: Path) -> Any:

@@ -23,7 +23,6 @@ from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.unread import StoredMatrix, leave_unread, read_weights
 from headrace_predictor.models import gguf_weights, quantised_checkpoints
 from headrace_predictor.models.gguf_weights import has_gguf
-from headrace_predictor.models.meta_kernels import with_meta_kernels
 from headrace_predictor.models.quantised_checkpoints import METHODS, quantisation_of
 from headrace_predictor.settings import PredictorSettings
 
@@ -150,14 +149,8 @@ def _from_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) ->
     matrices = {name: matrix.grouped for name, matrix in unread.items()}
     for name, matrix in matrices.items():
         state[f"{name}.weight"] = torch.zeros(1, dtype=dtype).expand(matrix.outputs, matrix.inputs)
-    model, report = with_meta_kernels(
-        kind.from_pretrained,
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if is_gguf and report["unexpected_keys"]:
         raise ValueError(f"{source} has {min(report['unexpected_keys'])}, which {kind.__name__} lacks")
@@ -177,8 +170,7 @@ def _from_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) ->
 
 def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str, own: Any) -> tuple[Any, Any]:
     try:
-        return with_meta_kernels(  # type: ignore[no-any-return]
-            auto.from_pretrained,
+        return auto.from_pretrained(  # type: ignore[no-any-return]
             folder,
             config=config,
             dtype=_DTYPES.get(dtype, own),
