@@ -132,7 +132,6 @@ async def up(stack: Stack, *, verbose: bool = False) -> None:
         loop.add_signal_handler(signum, stop_request.set)
     loop.add_signal_handler(roll.SIGNAL, roll_request.set)
 
-    await stack.start()
     serving = asyncio.create_task(_serve(stack, report), name="serve")
     rolling = asyncio.create_task(roll.roll_on_request(stack, roll_request, _say), name="roll")
     stopping = asyncio.create_task(stop_request.wait(), name="wait for a signal")
@@ -151,6 +150,7 @@ async def up(stack: Stack, *, verbose: bool = False) -> None:
 
 async def _serve(stack: Stack, report: Report) -> None:
     report.starting()
+    await stack.start()
     await stack.wait_ready(on_ready=report.ready)
     report.all_ready()
     await stack.ended()

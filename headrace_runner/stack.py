@@ -3,8 +3,8 @@
     async with Stack(StackSettings(...)) as stack:
         ...  # ready: stack.gateway answers
 
-The predictors start first, because that takes longest, and the others, which share the processors, when one listens.
-Each process can wait for those that it needs. They are stopped in order, the gateway first
+They start one after the other, because they share the processors: the predictors first, which takes longest, each next
+one when the one before listens. Each can wait for those that it needs. They are stopped in order, the gateway first
 and the logger last, within ten seconds. None outlives this process, however it ends.
 """
 
@@ -13,7 +13,7 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -95,19 +95,19 @@ class Stack:
             if isinstance(error, OSError):
                 raise self.folder.unusable(error) from None
             raise
-        predictors = [process for name, process in self._processes.items() if name.startswith("predictor")]
-        self._supervisions = [process.start() for process in predictors]
-        await self._first_predictor()
-        self._supervisions += [process.start() for process in self._processes.values() if process not in predictors]
+        predictors = [name for name in self._processes if name.startswith("predictor")]
+        for names in (predictors, ["transformer"], ["logger"], ["envoy"]):
+            self._supervisions += [self._processes[name].start() for name in names]
+            await self._until_listening(names)
 
-    async def _first_predictor(self) -> None:
-        """Waits until a predictor listens or cannot be started, or has had its head start."""
+    async def _until_listening(self, names: Sequence[str]) -> None:
+        """Waits until the first process listens, or any cannot be started, at most for its head start."""
         give_up_at = time.monotonic() + _HEAD_START_S
-        while self._supervisions and not self._supervisions[0].done() and time.monotonic() < give_up_at:
+        while names and not any(task.done() for task in self._supervisions) and time.monotonic() < give_up_at:
             with socket.socket() as probe:
-                if not probe.connect_ex((LOOPBACK, self.settings.predictor_ports[0])):
+                if not probe.connect_ex((LOOPBACK, self._processes[names[0]].spec.port)):
                     return
-            await asyncio.sleep(_POLL_S / 2)
+            await asyncio.sleep(_POLL_S / 4)
 
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.

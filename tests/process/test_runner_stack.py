@@ -66,6 +66,37 @@ async def test_a_killed_predictor_is_restarted_behind_the_gateway(tmp_path: Path
     assert all("did not stop" not in line for line in reports)
 
 
+async def test_the_other_processes_start_when_a_predictor_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "_HEAD_START_S", 60.0)
+    begin = tmp_path / "begin"
+    waits = f"""
+import os, time
+while not os.path.exists({str(begin)!r}):
+    time.sleep(0.01)
+os.execv({sys.executable!r}, {FAKES["predictor"]!r})
+"""
+    stack = Stack(free_settings(tmp_path / "run"), commands=FAKES | {"predictor": (sys.executable, "-c", waits)})
+    starting = asyncio.create_task(stack.start())
+    try:
+        await until(lambda: is_running(stack, "predictor-0"))
+        assert not starting.done()
+        assert not any(is_running(stack, name) for name in ("envoy", "transformer", "logger"))
+        begin.touch()
+        await starting
+        await stack.wait_ready()
+    finally:
+        await stack.stop()
+
+
+def is_running(stack: Stack, name: str) -> bool:
+    try:
+        return stack.pid(name) > 0
+    except ProcessLookupError:
+        return False
+
+
 async def test_a_stack_without_own_predictors_waits_for_one_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
