@@ -95,13 +95,15 @@ class Stack:
             if isinstance(error, OSError):
                 raise self.folder.unusable(error) from None
             raise
-        predictors = [name for name in self._processes if name.startswith("predictor")]
-        for names in (predictors, ["transformer"], ["logger"], ["envoy"]):
-            self._supervisions += [self._processes[name].start() for name in names]
-            await self._until_listening(names)
+        before = [name for name in self._processes if name.startswith("predictor")]
+        self._supervisions = [self._processes[name].start() for name in before]
+        for name in ("transformer", "logger", "envoy"):
+            await self._until_listening(before)
+            self._supervisions.append(self._processes[name].start())
+            before = [name]
 
     async def _until_listening(self, names: Sequence[str]) -> None:
-        """Waits until the first process listens, or any cannot be started, at most for its head start."""
+        """Waits until the first of these listens or a process cannot run, at most for its head start."""
         give_up_at = time.monotonic() + _HEAD_START_S
         while names and not any(task.done() for task in self._supervisions) and time.monotonic() < give_up_at:
             with socket.socket() as probe:
