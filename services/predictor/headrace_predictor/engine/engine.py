@@ -291,9 +291,8 @@ class ContinuousBatchingEngine:
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._publisher.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
-            streams = self._scheduler.streams
-            prompts = self._scheduler.prompts(streams)
-            prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
+            prompts = self._scheduler.prompts
+            prefill = self._pace.limit(self._scheduler.streams, prompts) if prompts else 0
             rows = self._scheduler.schedule(prefill, now)
             if self._lookup is not None and not prompts:
                 rows = self._lookup.extend(rows)

@@ -177,8 +177,8 @@ class PrefillPace:
       target;
     - 1 + prompts / streams times a step without prompts: each prompt gets as much time as each stream, so that one
       stream does not delay sixteen prompts;
-    - as many times a step without prompts as there are prompts, up to `_PATIENCE_S`: small steps are inefficient, and
-      more callers wait for a first token than for a next one.
+    - as many times a step without prompts as there are prompts, as long as that adds at most `_PATIENCE_S`:
+      streams lose the time of all prompts in any order, and fewer callers wait if prompts are first.
 
     If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end, and a prompt of ordinary length
     fits undivided.
@@ -197,18 +197,21 @@ class PrefillPace:
         self._streams = _Line(_STREAMS_MEMORY)  # Seconds of a step without prompts, by its rows.
         self._costs = _Line(_COSTS_MEMORY)  # Seconds that a prompt token adds, by the tokens that its chunk attends to.
 
-    def limit(self, streams: int, prompts: int, position: int = 0) -> int:
-        """The number of tokens that `prompts` sequences, the first from `position` on, may compute beside streams."""
-        alone_s, prompts = self._streams.estimate(streams), min(prompts, _MOST_PROMPTS)
+    def limit(self, streams: int, prompts: Rows[tuple[int, int]]) -> int:
+        """The number of tokens of prompts that a step may compute beside streams.
+
+        `prompts`, in their order: how many tokens of each are computed, and how many are left.
+        """
+        alone_s, count = self._streams.estimate(streams), min(len(prompts), _MOST_PROMPTS)
         if not streams:
-            return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position)))
+            return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, prompts)))
         # `alone_s` is 0 until there was a step of mostly streams: a new engine may be given many prompts at once.
         longest_s = max(
             self._max_gap_s,
-            alone_s * max(_LEAST_STRETCH, 1 + prompts / streams),
-            min(alone_s * prompts, _PATIENCE_S),
+            alone_s * max(_LEAST_STRETCH, 1 + count / streams),
+            alone_s + min(alone_s * (count - 1), _PATIENCE_S),
         )
-        tokens = self._tokens_in(longest_s - alone_s, position)
+        tokens = self._tokens_in(longest_s - alone_s, prompts)
         if not self._packed:
             return max(size_below(tokens), _LEAST_OF_PASS)
         return max(size_below(streams + tokens), size_above(streams + _LEAST)) - streams
@@ -229,15 +232,21 @@ class PrefillPace:
             added_s = max(0.0, seconds - self._streams.estimate(streams))
             self._costs.observe(attended / tokens, added_s / tokens)
 
-    def _tokens_in(self, seconds: float, position: int) -> int:
-        """The number of tokens from `position` on that take so many seconds."""
+    def _tokens_in(self, seconds: float, prompts: Rows[tuple[int, int]]) -> int:
+        """The number of tokens of prompts that take so many seconds."""
         if not self._costs.mean:
             return _UNKNOWN
-        growth_s = self._costs.slope
-        first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean) + growth_s * _READ / 2
-        # n tokens take n * first_s + (n * n / 2 + _READ * position) * growth_s.
-        seconds = max(0.0, seconds - _READ * position * growth_s)
-        return int(min(_MOST, 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds))))
+        tokens, growth_s = 0, self._costs.slope
+        for position, left in prompts:
+            first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean) + growth_s * _READ / 2
+            # n tokens take n * first_s + (n * n / 2 + _READ * position) * growth_s.
+            seconds = max(0.0, seconds - _READ * position * growth_s)
+            fitting = 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds))
+            if fitting < left:
+                return tokens + int(fitting)
+            tokens += left
+            seconds -= left * (first_s + left / 2 * growth_s)
+        return _MOST
 
 
 class _Line:

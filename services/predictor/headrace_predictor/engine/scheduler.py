@@ -46,19 +46,16 @@ class Scheduler(InFlight):
     _now = 0.0  # Of this step.
     _followed = 0  # Steps since then that followed without a plan.
 
-    def prompts(self, streams: int) -> int:
-        """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.
+    @property
+    def prompts(self) -> list[tuple[int, int]]:
+        """Of each sequence with more to compute, how many of its ids are computed, and how many are left.
 
-        `streams` is the property.
+        Running ones, and waiting ones for which there is a slot.
         """
         # A client may get a slot that another one has.
         places = max(self._free_slots, int(self._shares.competing))
-        return len(self.running) - streams + min(places, len(self.waiting))
-
-    @property
-    def prefill_start(self) -> int:
-        """The number of ids that are already computed of the first sequence with more to compute."""
-        return next((sequence.computed for sequence in self.running if not sequence.decodes), 0)
+        due = [sequence for sequence in self.running if not sequence.decodes] + self.waiting[:places]
+        return [(sequence.computed, sequence.remaining) for sequence in due]
 
     def queue_before(self, sequence: Sequence) -> int:
         """The number of sequences that wait for another's end and are expected to start before a new one."""
