@@ -182,7 +182,7 @@ def _products(is_new: bool) -> Any:
             if HAS_MATRICES:
                 with_tiles(builder, count, partial(add, emit=add_tiles))
             else:
-                _with_rows(builder, count, partial(add, emit=partial(add_vectors, fetches=False)))
+                with_rows(builder, count, _VECTOR_ROWS, partial(add, emit=add_vectors))
             return context.get_dummy_value()
 
         return types.void(weights, pairs, sums), generate
@@ -223,12 +223,12 @@ def with_tiles(builder: Any, rows: Any, emit: Callable[[Any, int], None]) -> Non
     _call(builder, "llvm.x86.tilerelease")
 
 
-def _with_rows(builder: Any, rows: Any, emit: Callable[[Any, int], None]) -> None:
-    """Emits code for so many rows, _VECTOR_ROWS at once: `emit` gets the first row and the number of rows."""
-    rest = builder.urem(rows, _SIZE(_VECTOR_ROWS))
-    with cgutils.for_range_slice(builder, _SIZE(0), builder.sub(rows, rest), _SIZE(_VECTOR_ROWS), _SIZE) as (row, _):
-        emit(row, _VECTOR_ROWS)
-    for number in range(1, _VECTOR_ROWS):
+def with_rows(builder: Any, rows: Any, most: int, emit: Callable[[Any, int], None]) -> None:
+    """Emits code for so many rows, `most` at once: `emit` gets the first row and the number of rows."""
+    rest = builder.urem(rows, _SIZE(most))
+    with cgutils.for_range_slice(builder, _SIZE(0), builder.sub(rows, rest), _SIZE(most), _SIZE) as (row, _):
+        emit(row, most)
+    for number in range(1, most):
         with builder.if_then(builder.icmp_unsigned("==", rest, _SIZE(number))):
             emit(builder.sub(rows, rest), number)
 
@@ -293,10 +293,11 @@ def add_vectors(
     right: Rows,
     out: Rows,
     *,
-    fetches: bool = True,
+    reads_memory: bool = False,
+    ahead: Ahead | None = None,
     is_new: bool = False,
 ) -> None:
-    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows; `fetches`: from memory."""
+    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows."""
     places = [
         [out.at(builder, _SIZE(i), 64 * v).pointer(builder, _FLOATS) for v in range(vectors)] for i in range(rows)
     ]
@@ -306,10 +307,12 @@ def add_vectors(
     ]
     totals = [[cgutils.alloca_once_value(builder, start) for start in row] for row in starts]
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
+        if ahead is not None:
+            ahead.fetch(builder, step)
         for k in range(STEP // 2):
             pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
             own = [right.at(builder, pair, 64 * v) for v in range(vectors)]
-            for line in own if fetches else ():
+            for line in own if reads_memory else ():
                 fetch_soon(builder, line.address)
             panel = [builder.load(line.pointer(builder, _INTS), align=4) for line in own]
             for i, row in enumerate(totals):

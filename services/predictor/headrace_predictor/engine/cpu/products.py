@@ -21,8 +21,16 @@ from headrace_predictor.engine.cpu import emit
 from headrace_predictor.engine.cpu.emit import FLOAT, FLOATS, INTS, LINE, SIZE, VECTORS, WORD, all_lanes
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.int4 import int4
-from headrace_predictor.engine.cpu.pairs import HAS_BYTE_MATRICES, HAS_MATRICES, STEP, Rows, add_vectors, with_tiles
-from headrace_predictor.engine.cpu.tile_products import add_panel, ahead_of, int4_by_tiles, int8_by_tiles
+from headrace_predictor.engine.cpu.pairs import (
+    HAS_BYTE_MATRICES,
+    HAS_MATRICES,
+    STEP,
+    Rows,
+    add_vectors,
+    with_rows,
+    with_tiles,
+)
+from headrace_predictor.engine.cpu.tile_products import add_panel, ahead_of, int4_by_tiles, int8_by_tiles, part_behind
 from headrace_predictor.engine.cpu.vectors import splat
 
 
@@ -88,7 +96,7 @@ def rows_at_once(typing_context: Any, weights: Any) -> Any:
     """How many rows `multiply` takes at most, for an empty array of the format's type."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return SIZE(1 << 30 if _has_tiles(weights.dtype) else ROWS)
+        return SIZE(1 << 30 if weights.dtype == types.uint16 or _has_tiles(weights.dtype) else ROWS)
 
     return types.int64(weights), generate
 
@@ -121,9 +129,7 @@ def _few_rows(builder: Any, add_block: Callable[..., None], count: int, own: emi
 def _bfloat16(builder: Any, count: Any, own: emit.Operands) -> None:
     steps, weights = builder.mul(own.blocks, SIZE(BLOCK // STEP)), Rows(own.panel, SIZE(4 * PANEL))
     if not HAS_MATRICES:
-        for n in range(1, ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", count, SIZE(n))):
-                add_vectors(builder, n, VECTORS, steps, own.inputs, weights, own.out)
+        _by_vectors(builder, count, steps, weights, own)
         return
 
     def add(row: Any, tiles: int) -> None:
@@ -131,6 +137,22 @@ def _bfloat16(builder: Any, count: Any, own: emit.Operands) -> None:
         add_panel(builder, tiles, steps, own.inputs.at(builder, row), weights, own.out.at(builder, row), ahead)
 
     with_tiles(builder, count, add)
+
+
+def _by_vectors(builder: Any, count: Any, steps: Any, weights: Rows, own: emit.Operands) -> None:
+    """Few rows fetch what they read next; of many, all fetch a part of the weights behind."""
+    is_few = builder.icmp_unsigned("<=", count, SIZE(ROWS))
+
+    def add(row: Any, rows: int) -> None:
+        operands = own.inputs.at(builder, row), weights, own.out.at(builder, row)
+        with builder.if_else(is_few) as (few, many):
+            with few:
+                add_vectors(builder, rows, VECTORS, steps, *operands, reads_memory=True)
+            with many:
+                ahead = part_behind(builder, own.panel, steps, row, count, ROWS)
+                add_vectors(builder, rows, VECTORS, steps, *operands, ahead=ahead)
+
+    with_rows(builder, count, ROWS, add)
 
 
 def _floats(builder: Any, panel: Any, rows: list[emit.Row], block: Any) -> None:

@@ -25,10 +25,15 @@ def ahead_of(builder: Any, tiles: int, panel: Any, steps: Any, row: Any, count: 
     """What `steps` of these rows fetch: of one tile what its next step reads, of two a part of the weights behind."""
     if tiles == 1:
         return Ahead(builder.add(panel, SIZE(STEP_BYTES)), SIZE(STEP_BYTES), cache=1)
-    parts = builder.udiv(builder.add(count, SIZE(TILES_ROWS - 1)), SIZE(TILES_ROWS))
-    lines = builder.udiv(builder.add(parts, SIZE(STEP_BYTES // 2 // LINE - 1)), parts)
+    return part_behind(builder, panel, steps, row, count, TILES_ROWS, halves=2)
+
+
+def part_behind(builder: Any, panel: Any, steps: Any, row: Any, count: Any, together: int, halves: int = 1) -> Ahead:
+    """What `steps` of the rows from `row` on fetch of the weights behind, of `count` rows, `together` at once."""
+    parts = builder.udiv(builder.add(count, SIZE(together - 1)), SIZE(together))
+    lines = builder.udiv(builder.add(parts, SIZE(STEP_BYTES // halves // LINE - 1)), parts)
     each = builder.mul(_smaller(builder, lines, SIZE(_MOST_LINES)), SIZE(LINE))
-    part = builder.mul(builder.udiv(row, SIZE(TILES_ROWS)), builder.mul(each, SIZE(2)))
+    part = builder.mul(builder.udiv(row, SIZE(together)), builder.mul(each, SIZE(halves)))
     own = builder.mul(steps, builder.add(part, SIZE(STEP_BYTES)))
     return Ahead(builder.add(panel, own), each, cache=2, stride=builder.mul(steps, each))
 
