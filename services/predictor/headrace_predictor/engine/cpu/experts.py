@@ -7,10 +7,16 @@ step reads each expert that its tokens have once, and a token's numbers depend o
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from numba import njit
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.row_products import RowProducts
+from headrace_predictor.engine.cpu.vectors import array_at
 
 
 def weights_of(experts: Any) -> dict[str, Tensor]:
@@ -40,14 +46,29 @@ def _compute(
     top_k_weights: Tensor,
 ) -> Tensor:
     """The sum [tokens, n] of each token's experts [tokens, k], times their weights."""
-    chosen = top_k_index.flatten()
-    order = chosen.argsort()
-    ends = chosen.bincount(minlength=opening.count).cumsum(0).numpy()
-    inner = opening(hidden_states.index_select(0, order // top_k_index.shape[1]), ends)
+    chosen = top_k_index.flatten().long()
+    order, places = torch.empty((2, len(chosen)), dtype=torch.int64)
+    ends = np.empty(opening.count, np.int64)
+    launch(_sort, chosen.data_ptr(), top_k_index.shape[1], order.data_ptr(), places.data_ptr(), ends, len(chosen))
+    inner = opening(hidden_states.index_select(0, order), ends)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = closing(inner, ends)
     if experts.has_post_expert_norm:
         outputs = experts.post_expert_norm(outputs)
-    own = outputs.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
+    own = outputs.index_select(0, places).view(*top_k_index.shape, -1)
     weighted = own * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _sort(chosen: Any, together: Any, order: Any, places: Any, ends: Any, count: Any) -> None:
+    """Sorts choices by expert, of which each token has so many: their tokens, the place of each, and experts' ends."""
+    own = array_at(chosen, (count,), ends)
+    tokens, own_places = array_at(order, (count,), ends), array_at(places, (count,), ends)
+    place = 0
+    for expert in range(len(ends)):
+        for number in range(count):
+            if own[number] == expert:
+                tokens[place], own_places[number] = number // together, place
+                place += 1
+        ends[expert] = place

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.state.cache import Array, LayerArrays, array_of
 
@@ -103,8 +104,8 @@ class RmsNorm:
     def __call__(self, x: Tensor, output: Buffer, gate: Tensor | None = None) -> Tensor:
         """Writes the norm of x [rows, n], with a gate of its shape and dtype, to an output of these too."""
         x, gate = x.contiguous(), None if gate is None else gate.contiguous()
-        cpu_norm.rms_norm(
-            *(x.data_ptr(), 0 if gate is None else gate.data_ptr(), self._weight, self._epsilon),
+        launch(
+            *(cpu_norm.rms_norm, x.data_ptr(), 0 if gate is None else gate.data_ptr(), self._weight, self._epsilon),
             *(self._groups, self._gates == "first", output.array),
         )
         return output.tensor

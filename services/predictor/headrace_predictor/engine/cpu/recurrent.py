@@ -11,13 +11,14 @@ parameters and outputs are contiguous. The states are changed in place.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
+from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 
@@ -41,7 +42,7 @@ _OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}
 
 def run(kernel: Callable[..., None], numbers: int, *arguments: Any) -> None:
     """Runs a step that changes so many numbers of states: the same code for few as for many."""
-    run_in_parallel(kernel, kernel_threads(), *arguments, alone=numbers < _FEW)
+    launch(partial(run_in_parallel, alone=numbers < _FEW), kernel, kernel_threads(), *arguments)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

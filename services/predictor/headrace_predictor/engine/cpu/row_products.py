@@ -16,6 +16,7 @@ from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.formats import MARKERS, pack
 from headrace_predictor.engine.cpu.grouped import BLOCK, GROUP
 from headrace_predictor.engine.cpu.packed_file import PackedFile
+from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.threads import kernel_threads
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 from headrace_predictor.engine.state.cache import Array
@@ -59,15 +60,16 @@ class RowProducts:
         rows = x.contiguous() if x.dtype in _NUMBERS else x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs, dtype=rows.dtype)
         tokens, threads = x.numel() // self.inputs, kernel_threads()
-        memory = np.empty(tokens * self._row_bytes, np.uint8)
+        memory = torch.empty(tokens * self._row_bytes, dtype=torch.uint8)
         if ends is None:
             ends = np.array([tokens])
         like = _NUMBERS[rows.dtype]
-        arguments = self._marker, like, rows.data_ptr(), self._products, ends, memory, out.data_ptr(), threads
+        addresses = rows.data_ptr(), self._products, ends, memory.data_ptr(), out.data_ptr()
+        arguments = self._marker, like, *addresses, threads
         if threads == 1 or max(tokens, _LEAST_ROWS) * self.outputs * self.inputs < _ALONE:
-            _compute_in_turn(*arguments)
+            launch(_compute_in_turn, *arguments)
         else:
-            run_in_parallel(_compute_in_parallel, threads, *arguments)
+            launch(run_in_parallel, _compute_in_parallel, threads, *arguments)
         return out.to(x.dtype)
 
 
@@ -76,7 +78,7 @@ def _computing(loop: Any) -> Any:
 
     @njit(parallel=loop is prange, **OPTIONS)  # type: ignore[untyped-decorator]
     def compute(marker: Any, like: Any, x: Any, products: Any, ends: Any, memory: Any, out: Any, threads: Any) -> None:
-        """All products, each as a pass of decode.py computes it; `x` and `out` are addresses of numbers like `like`."""
+        """All products, each as a pass of decode.py computes it; addresses of numbers like `like`: `x` and `out`."""
         tokens = ends[-1]
         parameters, chunks = _parameters(products[0], tokens, memory), _chunks(products, ends, threads)
         if tokens * products[0, decode.ROW] <= _FEW_NUMBERS:
@@ -101,7 +103,7 @@ def _computing(loop: Any) -> Any:
 def _parameters(product: Any, tokens: Any, memory: Any) -> Any:
     """Those of decode.py: addresses of results, scales, sums and inputs in the memory."""
     parameters, blocks = np.zeros(decode.PRODUCT, np.int64), product[decode.BLOCKS]
-    parameters[decode.PACKED] = memory.ctypes.data
+    parameters[decode.PACKED] = memory
     parameters[decode.SCALES] = parameters[decode.PACKED] + tokens * product[decode.OUTPUTS] * 4
     parameters[decode.SUMS] = parameters[decode.SCALES] + tokens * blocks * 4
     parameters[decode.INPUTS] = parameters[decode.SUMS] + tokens * blocks * (BLOCK // GROUP) * 4

@@ -27,6 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Ranges
+from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.gpu.operations import Attend, Scores, Tokens
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache, on_device
@@ -252,9 +253,16 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores:
         memory = plan.cache.keys[layer], plan.cache.values[layer]  # type: ignore[index]
         output = plan.attend(queries, *memory, plan.tokens(reach), scores)  # type: ignore[arg-type]
     else:
-        compute = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
-        output = compute(plan, layer, reach, queries, keys, values, scores)  # type: ignore[arg-type]
+        output = queries.new_empty((*queries.shape[:2], values.shape[2]))
+        launch(_attend_now, output, layer, reach, queries, keys, values, scores)
     return output[None]
+
+
+def _attend_now(output: Tensor, layer: int, reach: Reach, *parts: Any) -> None:
+    """Writes the output [T, heads, value size] of the current step."""
+    queries, _, values, _ = parts
+    compute = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
+    output.copy_(compute(current_plan(), layer, reach, *parts))
 
 
 def _attend_compiled(

@@ -17,12 +17,14 @@ are if a step is repeated after its states have advanced.
 import inspect
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
+from headrace_predictor.engine.cpu.recording import Passes
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
 from headrace_predictor.engine.runners.interface import ModelRunner, first_row
@@ -63,12 +65,13 @@ class HybridRunner(ModelRunner):
         self.reads_whole_prompts = whole
         self.reuses_prefixes = not whole and model.device.type == "cpu"  # A GPU's passes are better long.
         self.description = "hybrid" if together else "one row"
-        self._together = together
+        self.repeats = self._together = together
         self._model = model
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._size = 0  # Of the slots that recorded passes know.
         self._states = states
         quicken(model)
         self._pass = _Pass()
@@ -118,9 +121,11 @@ class HybridRunner(ModelRunner):
         """The logits of rows with one id, computed together."""
         states = [_take_state(row) for row in rows]
         self._slots.gather(states)
+        if self._size != (size := len(self._slots.tensors[0])):  # They lie elsewhere.
+            self._size, self.passes = size, self.passes and Passes()
         order = sorted(zip(rows, states, strict=True), key=lambda both: both[1].slot)
         ordered = [row for row, _ in order]
-        logits = self._compute(ordered, 0, continues=True)
+        logits = self._compute(ordered, 0, continues=True, repeats=True)
         for row, state in order:
             state.done += 1
             row.sequence.state = state
@@ -152,20 +157,24 @@ class HybridRunner(ModelRunner):
         sequence.state = state
         return logits[0]
 
-    def _compute(self, rows: Rows[Row], slot: int, continues: bool) -> Tensor:
+    def _compute(self, rows: Rows[Row], slot: int, continues: bool, repeats: bool = False) -> Tensor:
         """The last logits [rows, vocabulary] of rows with as many ids each, whose states are from `slot` on."""
-        positions = {}
-        if self._takes_positions:
-            positions = {"position_ids": self._tensor([[*range(row.start, row.start + row.count)] for row in rows])}
-        arguments = self._states.begin(self._slots.view(slot, len(rows)) if continues else None)
+        positions = [[*range(row.start, row.start + row.count)] for row in rows]
+        inputs = self._tensor([row.ids for row in rows]), self._tensor(positions)
         with self._attending(rows):
-            output = self._model(
-                input_ids=self._tensor([row.ids for row in rows]),
-                use_cache=True,
-                **positions,
-                **arguments,
-                **self._only_last,
-            )
+            if repeats and self.passes is not None:
+                return self.passes.run(len(rows), partial(self._forward, 0, True), *inputs)
+            return self._forward(slot, continues, *inputs)
+
+    def _forward(self, slot: int, continues: bool, ids: Tensor, positions: Tensor) -> Tensor:
+        arguments = self._states.begin(self._slots.view(slot, len(ids)) if continues else None)
+        output = self._model(
+            input_ids=ids,
+            use_cache=True,
+            **({"position_ids": positions} if self._takes_positions else {}),
+            **arguments,
+            **self._only_last,
+        )
         self._slots.write(slot, self._states.end(output))
         logits: Tensor = output.logits[:, -1]
         return logits

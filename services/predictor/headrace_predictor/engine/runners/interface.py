@@ -4,11 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Container
 from collections.abc import Sequence as Rows
 
+import torch
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.recording import Passes
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
+
+_STEPS = 5  # Of a trial: a model may have few positions.
 
 
 class ModelRunner(ABC):
@@ -21,6 +25,9 @@ class ModelRunner(ABC):
     scores_prompts = False  # Whether rows may have positions to score.
     scaling: Scaling | None = None  # How its keys depend on the length of their sequence; None: they do not.
     reads_whole_prompts = False  # Whether a prompt is computed in one pass, with its last chunk.
+
+    repeats = False  # Whether it has passes for `record_passes`.
+    passes: Passes | None = None  # Recorded ones of rows that decode, see `record_passes`.
 
     @abstractmethod
     def run(self, rows: Rows[Row]) -> Tensor:
@@ -38,6 +45,24 @@ class ModelRunner(ABC):
     def probe(self) -> None:
         """Runs a forward pass that affects no sequence; raises if it fails or if its logits are not numbers."""
         check_numbers(self.run([first_row()]))
+
+    def record_passes(self) -> None:
+        """Records passes from now on, if repeated ones have the bits of others. For a model that stays as it is."""
+        expected, self.passes = self._try_decoding(), Passes()
+        if not torch.equal(expected, self._try_decoding()):
+            self.passes = None
+
+    def _try_decoding(self) -> Tensor:
+        """Logits of two sequences of different lengths, for some steps."""
+        sequences, found = [detached_sequence([0] * length) for length in (1, 3)], []
+        for step in range(_STEPS):
+            for one in sequences:
+                one.blocks = [0]
+            found.append(self.run([Row(one, one.computed, len(one.ids) - one.computed) for one in sequences]))
+            for one in sequences:
+                one.computed = len(one.ids)
+                one.ids.append(step % 2)
+        return torch.cat(found)
 
 
 def first_row() -> Row:

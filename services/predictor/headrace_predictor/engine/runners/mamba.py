@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.recording import launch
+
 try:
     from headrace_predictor.engine.cpu import recurrent
 except ImportError:  # Numba is optional.
@@ -67,9 +69,10 @@ def convolve(
     if not is_like or x.dtype not in _TYPES:
         return None
     out = torch.empty(rows, channels, 1, dtype=x.dtype)
-    recurrent.convolution(weight.shape[1])(
-        *(rows, channels, x.data_ptr(), x.stride(0), states.data_ptr(), weight.data_ptr(), parameters[-1].data_ptr()),
-        *(bias is not None, activation is not None, out.data_ptr(), _TYPES[x.dtype]),
+    launch(
+        *(recurrent.convolution(weight.shape[1]), rows, channels, x.data_ptr(), x.stride(0), states.data_ptr()),
+        *(weight.data_ptr(), parameters[-1].data_ptr(), bias is not None, activation is not None, out.data_ptr()),
+        _TYPES[x.dtype],
     )
     return out
 

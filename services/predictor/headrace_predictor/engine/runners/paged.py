@@ -8,6 +8,7 @@ ends and the next begins. `proof.py` verifies at load that this is right for the
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from headrace_predictor.engine.state.sequence import Row, Sequence, detached_seq
 if TYPE_CHECKING:
     from headrace_predictor.engine.gpu.kernels import GpuOperations
 
+_FEW_TOKENS = 16  # Of a pass that is recorded: with more the products take most of the time.
 _TRIED = 8  # Ids of the test whether logits are exact: a model may have few positions.
 
 
@@ -65,6 +67,7 @@ class PagedRunner(ModelRunner):
         self.streamed = streamed
         self._tells_positions = tells_positions
         self._rotary = rotary
+        self.repeats = streamed is None and rotary is None and not tells_positions
         self.scaling = None if rotary is None else rotary.scaling
         self._graphs: DecodeGraphs | None = None
         self._left: list[Sequence] = []  # Those whose tokens the last recorded pass has left for the next one.
@@ -169,10 +172,14 @@ class PagedRunner(ModelRunner):
             return self._gpu(ids, positions, plan, places)
         if plan.adapted:
             with self._hooks.adding(plan.adapted):
-                return self._call(ids, positions, plan, places)
-        return self._call(ids, positions, plan, places)
+                return self._call(plan, ids, positions, places)
+        if self.passes is not None and ids.numel() <= _FEW_TOKENS:
+            inputs = (ids, positions) if places is None else (ids, positions, places)
+            with plan.current():
+                return self.passes.run(tuple(map(Tensor.numel, inputs)), partial(self._call, plan), *inputs)
+        return self._call(plan, ids, positions, places)
 
-    def _call(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None) -> Tensor:
+    def _call(self, plan: StepPlan, ids: Tensor, positions: Tensor, places: Tensor | None = None) -> Tensor:
         with plan.current():
             logits: Tensor = self._model(
                 input_ids=ids,

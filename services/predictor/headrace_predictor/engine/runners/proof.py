@@ -201,6 +201,8 @@ class Proof:
             pack(self.model, runner.probe)
         if pack is not None:
             shorten(self.model)
+        if runner.repeats and self.model.device.type == "cpu":
+            runner.record_passes()
         return runner
 
     def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
