@@ -34,7 +34,8 @@ _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
 _UNUSED = ("torch.distributions", "torch.export", "torch.masked", "torch.quantization", "torch.utils.data")
-_DEFERRED = (*_UNUSED, META_KERNELS, REFERENCES, _TRANSFORMERS, "transformers.models")
+_CONTENT = "torch.utils._content_store"  # It imports `torch._prims`, which imports it: right in that order only.
+_DEFERRED = (*_UNUSED, META_KERNELS, REFERENCES, _CONTENT, _TRANSFORMERS, "transformers.models")
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
