@@ -171,7 +171,7 @@ class StreamedDecoder:
         self._team = Team(threads, len(decoder.layers))
         # What only steps with adapters call is compiled here, while nobody waits.
         row = np.zeros((1, _LANES), np.float32)
-        decode.norm_rows(row, torch.zeros(_LANES).data_ptr(), numbers[decode.EPSILON], row.copy())
+        decode.norm_rows(row, row.ctypes.data, numbers[decode.EPSILON], row.copy())
         decode.swish_rows(row, row, row.copy())
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # The file of the model's own weights is mapped no more.
