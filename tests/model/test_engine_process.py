@@ -219,36 +219,6 @@ async def test_the_log_has_the_reason_why_a_host_failed(monkeypatch, caplog):
     assert "the engine host failed: TimeoutError" in caplog.text
 
 
-# Of an operation without a kernel in C++, and of two that torch computes with parts that the host defers.
-DEFERRED = """
-import sys
-from headrace_predictor.engine_process.host import import_libraries
-import_libraries()
-import torch
-from headrace_predictor.models.meta_kernels import META_KERNELS, with_meta_kernels
-square, row = torch.empty(3, 3, device="meta"), torch.empty(2, 1, dtype=torch.float64, device="meta")
-print(torch.where(row > 0, row, square[0]).dtype, torch.where(row > 0, row, square[0]).shape)
-print("sympy" in sys.modules, "activate_meta" in vars(sys.modules[META_KERNELS]))
-print(torch.broadcast_shapes((3, 1), (2,)), torch.Generator().manual_seed(3).initial_seed())
-print(with_meta_kernels(torch.cholesky_inverse, square).shape, torch.where(row > 0, row, square[0]).shape)
-try:
-    with_meta_kernels(torch.nonzero, square)
-except NotImplementedError as error:
-    print("none")
-"""
-
-
-def test_the_host_imports_what_it_has_deferred_when_a_model_needs_it():
-    done = subprocess.run([sys.executable, "-c", DEFERRED], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        "torch.float64 torch.Size([2, 3])",
-        "False False",
-        "torch.Size([3, 2]) 3",
-        "torch.Size([3, 3]) torch.Size([2, 3])",
-        "none",
-    ], done.stderr
-
-
 # Prints where kernels are kept, and why nowhere once others may write there, which Numba executes, or it is a link.
 KERNELS = """
 import sys

@@ -19,8 +19,6 @@ MODULES = {
     "_create_aggregation": "headrace/telemetry/gathered.py",
     "llguidance._lib": "headrace/grammars.py",
     "torch._dynamo": "services/predictor/headrace_predictor/engine_process/host.py",
-    "torch._C._set_generator_metaclass": "services/predictor/headrace_predictor/models/meta_kernels.py",
-    "torch._meta_registrations": "services/predictor/headrace_predictor/models/meta_kernels.py",
     "torch.cpu._": "services/predictor/headrace_predictor/engine/cpu/tiles.py",
 }
 

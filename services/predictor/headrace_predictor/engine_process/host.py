@@ -28,14 +28,12 @@ from typing import Any, NoReturn
 
 from headrace.processes import end_with_parent
 from headrace.rpc.limits.byte_budget import give_memory_back
-from headrace_predictor.models.meta_kernels import META_KERNELS, REFERENCES, do_without
 
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
 _COMPILER, _TRANSFORMERS = "torch._dynamo", "transformers"
 _UNUSED = ("torch.distributions", "torch.export", "torch.masked", "torch.quantization", "torch.utils.data")
-_CONTENT = "torch.utils._content_store"  # It imports `torch._prims`, which imports it: right in that order only.
-_DEFERRED = (*_UNUSED, META_KERNELS, REFERENCES, _CONTENT, _TRANSFORMERS, "transformers.models")
+_DEFERRED = (*_UNUSED, _TRANSFORMERS, "transformers.models")
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
@@ -145,7 +143,7 @@ def light_imports() -> Iterator[None]:
     """Imports torch and transformers without what an engine process never uses.
 
     That is torch's compiler, exporter and the like, its tensors on several machines, SciPy, and the names of all
-    classes, which transformers reads twice from the files of all models. They were two thirds of the processor's time
+    classes, which transformers reads twice from the files of all models. They were half of the processor's time
     of a host's start. For a process that compiles nothing by torch: what is decorated meanwhile says nothing to the
     compiler.
     """
@@ -161,7 +159,6 @@ def light_imports() -> Iterator[None]:
     absent = {name: module for name, module in absent.items() if name not in sys.modules}
     sys.modules |= absent
     try:
-        do_without(import_module("torch"))
         yield
     finally:
         for name in absent:

@@ -39,7 +39,6 @@ from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.models import gguf_weights, quantised_checkpoints
 from headrace_predictor.models.fingerprint import contents_of, fingerprint_of
 from headrace_predictor.models.gguf_weights import has_gguf
-from headrace_predictor.models.meta_kernels import with_meta_kernels
 from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2
@@ -123,7 +122,7 @@ def _load(
     # Before they are read: files may be replaced meanwhile.
     contents = contents_of(folder, is_local)
     kept_at = Path(expanduser(settings.weights_cache)) / _digest(folder, contents)
-    model = with_meta_kernels(load_weights, name, folder, auto, settings.dtype, device)
+    model = load_weights(name, folder, auto, settings.dtype, device)
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_end_ids(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids, kept_at)
