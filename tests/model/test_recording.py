@@ -5,7 +5,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.cpu.recording import Passes, launch
+from headrace_predictor.settings import PredictorSettings
+from tests.support.full import usually
+from tests.zoo import FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +109,22 @@ def test_a_pass_whose_recording_failed_runs_without():
         passes.run(0, compute, _rows(0))
     for seed in range(3):
         assert torch.equal(passes.run(0, compute, _rows(seed)), _rows(seed) + 1)
+
+
+@pytest.mark.parametrize(
+    "name", usually({"GPT-OSS", "Qwen 3.5, text"}, ("GPT-OSS", "BLOOM", "Qwen 3.5, text", "Falcon-H1"))
+)
+def test_passes_of_a_family_s_model_are_recorded_and_recorded_ones_run(name):
+    model = next(family for family in FAMILIES if family.name == name).model()
+    engine = build_engine(name, model, PredictorSettings(max_running=4))
+    try:
+        runner = engine._runner
+        recorded = [one for one in runner.passes._recorded.values() if one is not None]
+        assert recorded
+        expected = runner._try_decoding()
+        for one in recorded:
+            one.recorder.steps.clear()
+            one.result.fill_(7)
+        assert not torch.equal(runner._try_decoding(), expected)
+    finally:
+        engine.close()
