@@ -65,10 +65,13 @@ def _sort(chosen: Any, together: Any, order: Any, places: Any, ends: Any, count:
     """Sorts choices by expert, of which each token has so many: their tokens, the place of each, and experts' ends."""
     own = array_at(chosen, (count,), ends)
     tokens, own_places = array_at(order, (count,), ends), array_at(places, (count,), ends)
-    place = 0
+    ends[:] = 0
+    for expert in own:
+        ends[expert] += 1
+    begin = 0
     for expert in range(len(ends)):
-        for number in range(count):
-            if own[number] == expert:
-                tokens[place], own_places[number] = number // together, place
-                place += 1
-        ends[expert] = place
+        begin, ends[expert] = begin + ends[expert], begin
+    for number in range(count):
+        place = ends[own[number]]
+        tokens[place], own_places[number] = number // together, place
+        ends[own[number]] += 1
