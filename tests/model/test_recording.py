@@ -128,3 +128,14 @@ def test_passes_of_a_family_s_model_are_recorded_and_recorded_ones_run(name):
         assert not torch.equal(runner._try_decoding(), expected)
     finally:
         engine.close()
+
+
+def test_states_that_have_moved_are_read_where_they_are():
+    engine = build_engine("m", next(one for one in FAMILIES if one.name == "Falcon-H1").model(), PredictorSettings())
+    try:
+        runner = engine._runner
+        expected, tensors = runner._try_decoding(), runner._slots.tensors
+        tensors[0] = tensors[0].clone()  # As after a growth that memory ended, and another.
+        assert torch.equal(runner._try_decoding(), expected)
+    finally:
+        engine.close()

@@ -71,7 +71,7 @@ class HybridRunner(ModelRunner):
         self._takes_positions = "position_ids" in takes
         # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._size = 0  # Of the slots that recorded passes know.
+        self._places: list[int] = []  # Addresses of the states that recorded passes know.
         self._states = states
         quicken(model)
         self._pass = _Pass()
@@ -121,8 +121,8 @@ class HybridRunner(ModelRunner):
         """The logits of rows with one id, computed together."""
         states = [_take_state(row) for row in rows]
         self._slots.gather(states)
-        if self._size != (size := len(self._slots.tensors[0])):  # They lie elsewhere.
-            self._size, self.passes = size, self.passes and Passes()
+        if self._places != (places := [tensor.data_ptr() for tensor in self._slots.tensors]):
+            self._places, self.passes = places, self.passes and Passes()
         order = sorted(zip(rows, states, strict=True), key=lambda both: both[1].slot)
         ordered = [row for row, _ in order]
         logits = self._compute(ordered, 0, continues=True, repeats=True)
