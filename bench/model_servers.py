@@ -19,6 +19,7 @@ from bench.llama_cpp import gguf_file, llama_server, make_model, weight_bytes
 from bench.processes import roles
 from bench.runs import running_stack
 from bench.vllm_server import vllm_server
+from headrace_predictor.models.weights import multiplies_bfloat16
 from headrace_predictor.settings import PredictorSettings
 
 STATE = ROOT / ".run" / "bench"
@@ -116,6 +117,8 @@ def weight_bytes_a_token(name: str, place: Place) -> float:
     if name in LLAMA_CPP:
         return weight_bytes(place.model, LLAMA_CPP[name], place.llama_cpp)
     config = config_of(place.model.name)
+    if name == DEFAULT and multiplies_bfloat16():
+        name = "bf16"
     of_layer, of_head = _BYTES_A_WEIGHT.get(name, (0.0, 0.0))
     head = config.vocab_size * config.hidden_size
     return (parameters(place.model.name) - head) * of_layer + head * of_head
