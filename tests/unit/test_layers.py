@@ -15,7 +15,7 @@ from tests.support.import_graph import ROOT, imports, loaded_with, modules
 from tests.support.requirements import PARTS, closure, requirements
 
 HEADRACE = (
-    ("headrace.endpoints", "headrace.json_schemas"),
+    ("headrace.endpoints", "headrace.json_schemas", "headrace.plugins"),
     ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
     (
         "headrace.clients",

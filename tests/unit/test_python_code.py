@@ -72,6 +72,18 @@ async def test_only_the_requested_outputs_are_sent(make):
         await infer(model, request(outputs=["c"]))
 
 
+@pytest.mark.parametrize(("before", "after"), [("true", ""), ("__all__", "__all__"), ("logfire", "logfire")])
+async def test_its_models_of_pydantic_may_have_plugins_unless_the_user_disabled_them(make, monkeypatch, before, after):
+    monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", before)
+    model = make("""
+        import os, numpy
+        DISABLED = os.environ.get("PYDANTIC_DISABLE_PLUGINS", "")
+        async def execute(request):
+            return {"disabled": numpy.array([DISABLED])}
+    """)
+    assert (await infer(model, request()))["disabled"].tolist() == [after.encode()]
+
+
 async def test_load_and_unload_run_on_the_models_thread(make, tmp_path):
     code = """
         import threading, asyncio

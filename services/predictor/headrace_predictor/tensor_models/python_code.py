@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from headrace import plugins
 from headrace.errors import StartupError
 from headrace.models.kinds import PYTHON_FILE
 from headrace.oip.model_description import TensorSpec, declared
@@ -65,6 +66,7 @@ class PythonCode:
         # Hexadecimal, because a model's name may contain characters that a module's must not; numbered, because the
         # model that this one replaces may still be running.
         module_name = f"headrace_model_{self._name.encode().hex()}_{next(_imports)}"
+        plugins.search()
         importlib.invalidate_caches()  # Files beside it may be new.
         spec = importlib.util.spec_from_file_location(
             module_name,

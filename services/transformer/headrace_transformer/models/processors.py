@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headrace import plugins
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, RequestFailedError, StartupError
 from headrace.models.sources import is_name
@@ -136,6 +137,7 @@ def _made(source: ProcessorSource) -> Processor:
 
 
 def _module(source: ProcessorSource) -> ModuleType:
+    plugins.search()
     if not source.where.endswith(".py"):
         return importlib.import_module(source.where)
     # Hexadecimal, because a name may have characters that a module's cannot.

@@ -1,0 +1,16 @@
+"""Plugins of pydantic are for users' code: our processes start without the search for them, which reads the metadata of
+all installed packages. Each of our programs imports this before pydantic; `search` comes before users' code is imported.
+
+Of pydantic's three values for none, "true" is ours: a user who wants none sets another (`__all__`, `1`).
+"""
+
+import os
+
+_NAME, _OURS = "PYDANTIC_DISABLE_PLUGINS", "true"
+os.environ.setdefault(_NAME, _OURS)
+
+
+def search() -> None:
+    """Has pydantic find plugins from now on, unless the user has disabled them."""
+    if os.environ.get(_NAME) == _OURS:
+        del os.environ[_NAME]
