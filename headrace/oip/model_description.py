@@ -8,10 +8,10 @@ A user's code declares its tensors as `{"name": ("FP32", [-1, 3])}`, where -1 is
 tensor: `("FP32", [-1], {"optional": True})` is an input that may be left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,13 +149,21 @@ def check_requested_outputs(request: pb.ModelInferRequest) -> None:
             )
 
 
+def check_names(kind: Literal["input", "output"], names: Iterable[str], known: Iterable[Any]) -> None:
+    """Refuses names of tensors that a model does not have."""
+    known = [*known]
+    for name in names:
+        if name not in known:
+            verb, others = "takes" if kind == "input" else "gives", ", ".join(map(str, known)) or "none"
+            raise InvalidRequestError(f"unknown {kind} {name[:64]!r}; the model {verb} {others}")
+
+
 def check_inputs(tensors: Mapping[str, RawTensor | Tensor], specs: Sequence[TensorSpec]) -> None:
     """Refuses inputs that differ from the declared ones."""
     by_name = {spec.name: spec for spec in specs}
+    check_names("input", tensors, by_name)
     for name, tensor in tensors.items():
-        spec = by_name.get(name)
-        if spec is None:
-            raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(by_name)}")
+        spec = by_name[name]
         if tensor.datatype != spec.datatype:
             raise InvalidRequestError(f"input {name!r} must be {spec.datatype}, not {tensor.datatype}")
         fits = all(size in (-1, given) for size, given in zip(spec.shape, tensor.shape, strict=False))

@@ -184,6 +184,13 @@ def test_no_import_cycles(package):
         visit(module)
 
 
+@pytest.mark.parametrize("package", [*SERVICES, "headrace_runner"])
+def test_our_programs_alone_start_without_pydantics_plugins(package):
+    assert "headrace.plugins" in {found.name for found in imports(package)}
+    for module in ("headrace.errors", "headrace.processor", "headrace.python_tensors"):
+        assert "headrace.plugins" not in loaded_with(module)
+
+
 @pytest.mark.parametrize("module", PURE)
 def test_pure_logic_loads_no_library_of_models(module):
     libraries = {"torch", "transformers", "safetensors", "numba"}

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from headrace.clients import ANYONE, Client
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
-from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS, check_names
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_size
@@ -45,16 +45,9 @@ def read_request(
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
     tensors = decode_inputs(request)
-    for name in tensors:
-        if name not in (INPUT_IDS, OUTPUT_IDS):
-            raise InvalidRequestError(f"unknown input {name!r}; model {model.name!r} takes input_ids and output_ids")
+    check_names("input", tensors, (INPUT_IDS, OUTPUT_IDS))
     limits = model.engine.limits
-    outputs = outputs_of(limits)
-    for output in request.outputs:
-        if output.name not in outputs:
-            raise InvalidRequestError(
-                f"unknown output {output.name!r}; model {model.name!r} gives {', '.join(outputs)}"
-            )
+    check_names("output", (output.name for output in request.outputs), outputs_of(limits))
     if INPUT_IDS not in tensors:
         raise InvalidRequestError("input 'input_ids' is missing")
     input_ids = _ids(tensors[INPUT_IDS], limits)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError, StartupError
-from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS, ModelDescription
+from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS, ModelDescription, check_names
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from headrace_predictor.engine.interface import RequestCounts
@@ -77,13 +77,8 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
         if math.prod(shape) > limits.max_rows * limits.max_length:
             _check_shape(tensor.name, shape, limits)
     tensors = decode_inputs(request)
-    known = [INPUT_IDS, *limits.optional_inputs]
-    for name in tensors:
-        if name not in known:
-            raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(known)}")
-    for requested in request.outputs:
-        if requested.name != output:
-            raise InvalidRequestError(f"unknown output {requested.name!r}; the model gives {output}")
+    check_names("input", tensors, (INPUT_IDS, *limits.optional_inputs))
+    check_names("output", (requested.name for requested in request.outputs), (output,))
     if INPUT_IDS not in tensors:
         raise InvalidRequestError(f"input {INPUT_IDS!r} is missing")
     shape = tensors[INPUT_IDS].array.shape

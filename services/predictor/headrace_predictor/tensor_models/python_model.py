@@ -48,7 +48,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.oip.model_description import ModelDescription, check_inputs
+from headrace.oip.model_description import ModelDescription, check_inputs, check_names
 from headrace.oip.parameters import read_parameters
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import BYTES, Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
@@ -87,12 +87,11 @@ def write_result(request: pb.ModelInferRequest, result: Any) -> pb.ModelInferRes
     """Converts a result of `execute` to a response with the outputs that the request names, or with all of them."""
     parameters = result.parameters if isinstance(result, Response) else {}
     outputs = as_mapping(result.outputs if isinstance(result, Response) else result, "the model")
-    names = [output.name for output in request.outputs] or list(outputs)
+    names = [output.name for output in request.outputs]
+    check_names("output", names, outputs)
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
     write_response_parameters(response, parameters)
-    for name in names:
-        if name not in outputs:
-            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(map(str, outputs))}")
+    for name in names or outputs:
         tensor = as_tensor(name, outputs[name], "the model")
         if isinstance(tensor, RawTensor):
             add_raw_output(response, name, tensor)

@@ -22,7 +22,13 @@ import numpy as np
 import orjson
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec, check_requested_outputs
+from headrace.oip.model_description import (
+    FINGERPRINT,
+    ModelDescription,
+    TensorSpec,
+    check_names,
+    check_requested_outputs,
+)
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from headrace.rpc.server.call_context import CallContext
@@ -151,16 +157,13 @@ def _check(request: pb.ModelInferRequest) -> None:
         raise InvalidRequestError(f"more than {_MAX_TENSORS} tensors; a text model takes {', '.join(_INPUTS)}")
     if len(request.parameters) > _MAX_PARAMETERS:
         raise InvalidRequestError(f"{len(request.parameters)} parameters, at most {_MAX_PARAMETERS} are allowed")
+    check_names("input", (tensor.name for tensor in request.inputs), _INPUTS)
+    check_names("output", (output.name for output in request.outputs), _OUTPUTS)
     for tensor in request.inputs:
-        if tensor.name not in _INPUTS:
-            raise InvalidRequestError(f"unknown input {tensor.name[:64]!r}; a text model takes {', '.join(_INPUTS)}")
         if len(tensor.shape) <= _MAX_DIMENSIONS and (elements := math.prod(tensor.shape)) != 1:
             raise InvalidRequestError(f"{tensor.name} must hold one element, not {elements}")
         if tensor.datatype != _INPUTS[tensor.name]:
             raise InvalidRequestError(f"{tensor.name} must be {_INPUTS[tensor.name]}, not {tensor.datatype[:64]}")
-    for output in request.outputs:
-        if output.name not in _OUTPUTS:
-            raise InvalidRequestError(f"unknown output {output.name!r}; a text model gives {', '.join(_OUTPUTS)}")
     check_requested_outputs(request)
     if all(tensor.name != TEXT_INPUT for tensor in request.inputs):
         raise InvalidRequestError(f"input {TEXT_INPUT!r} is missing")

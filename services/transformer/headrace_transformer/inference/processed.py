@@ -12,8 +12,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace.deadline import Deadline
-from headrace.errors import InvalidRequestError
-from headrace.oip.model_description import ModelDescription, check_inputs, check_requested_outputs
+from headrace.oip.model_description import ModelDescription, check_inputs, check_names, check_requested_outputs
 from headrace.oip.parameters import read_parameters, set_parameters
 from headrace.oip.raw_contents import Contents, joined, raw_contents, split
 from headrace.oip.tensors import BYTES, MAX_BYTES_ELEMENTS, decode
@@ -99,10 +98,7 @@ def _decoded(
         check_inputs(tensors, processor.inputs)
     outputs = [output.name for output in message.outputs]
     if processor.outputs is not None:
-        known = [each.name for each in processor.outputs]
-        for name in outputs:
-            if name not in known:
-                raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(known)}")
+        check_names("output", outputs, (each.name for each in processor.outputs))
     inputs = {name: tensor.array for name, tensor in tensors.items()}
     for array in inputs.values():
         if array.dtype != object:
@@ -123,9 +119,8 @@ async def _postprocessed(
     results = dict(await model.processor.postprocess(outer.read, outputs, deadline))
     response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=outer.read.id)
     written: list[Contents] = []
-    for name in outer.outputs or list(results):
-        if name not in results:
-            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(results)}")
+    check_names("output", outer.outputs, results)
+    for name in outer.outputs or results:
         tensor = results[name]
         response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
         written.append(raw_contents(tensor))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from headrace.errors import InvalidRequestError, TooLargeError
+from headrace.oip.model_description import check_names
 from headrace.oip.parameters import plain_parameters, write_parameters
 from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
 from headrace_protos import inference_pb2 as pb
@@ -148,9 +149,7 @@ def _check_extensions(tensor: NamedTensor) -> None:
 def _wanted(form: OutputForm, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
     """The requested outputs in that order, or all outputs."""
     tensors = answered_tensors(response)
-    missing = [name for name in form.named if name not in tensors]
-    if missing:
-        raise InvalidRequestError(f"unknown output {missing[0]!r}; the model gives {', '.join(tensors) or 'none'}")
+    check_names("output", form.named, tensors)
     return {name: tensors[name] for name in form.named} or tensors
 
 
