@@ -69,9 +69,6 @@ class Report:
         self._verbose = verbose
         self._started = time.monotonic()
 
-    def starting(self) -> None:
-        self._say(f"starting; logs are in {short(self._stack.folder.logs)}")
-
     def ready(self, name: str) -> None:
         name = "gateway" if name == "envoy" else name
         seconds = f"{self._seconds():5.1f} s"
@@ -149,7 +146,6 @@ async def up(stack: Stack, *, verbose: bool = False) -> None:
 
 
 async def _serve(stack: Stack, report: Report) -> None:
-    report.starting()
     await stack.start()
     await stack.wait_ready(on_ready=report.ready)
     report.all_ready()

@@ -13,8 +13,9 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from headrace_runner import envoy_config, services
 from headrace_runner.process import Process, Say
 from headrace_runner.run_folder import RunFolder
 from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, StackSettings
+from headrace_runner.terminal import short
 
 _POLL_S = 0.1
 _REPORT_S = 10.0
@@ -95,19 +97,20 @@ class Stack:
             if isinstance(error, OSError):
                 raise self.folder.unusable(error) from None
             raise
-        before = [name for name in self._processes if name.startswith("predictor")]
-        self._supervisions = [self._processes[name].start() for name in before]
-        for name in ("transformer", "logger", "envoy"):
+        self._say(f"starting; logs are in {short(self.folder.logs)}")
+        predictors = [name for name in self._processes if name.startswith("predictor")]
+        order = (*predictors[:1], "transformer", "logger", "envoy")
+        self._supervisions = [self._processes[name].start() for name in predictors or order[:1]]
+        for before, name in pairwise(order):
             await self._until_listening(before)
             self._supervisions.append(self._processes[name].start())
-            before = [name]
 
-    async def _until_listening(self, names: Sequence[str]) -> None:
-        """Waits until the first of these listens or a process cannot run, at most for its head start."""
+    async def _until_listening(self, name: str) -> None:
+        """Waits until a process listens or one cannot run, at most for its head start."""
         give_up_at = time.monotonic() + _HEAD_START_S
-        while names and not any(task.done() for task in self._supervisions) and time.monotonic() < give_up_at:
+        while not any(task.done() for task in self._supervisions) and time.monotonic() < give_up_at:
             with socket.socket() as probe:
-                if not probe.connect_ex((LOOPBACK, self._processes[names[0]].spec.port)):
+                if not probe.connect_ex((LOOPBACK, self._processes[name].spec.port)):
                     return
             await asyncio.sleep(_POLL_S / 4)
 

@@ -57,7 +57,8 @@ async def test_a_killed_predictor_is_restarted_behind_the_gateway(tmp_path: Path
         await stack.wait_ready()
         assert stack.pid("predictor-0") != before
         assert [line.partition(" (see")[0] for line in reports] == [
-            "predictor-0 was ended by SIGKILL; starting it again in 0.2 s"
+            f"starting; logs are in {tmp_path / 'run' / 'logs'}",
+            "predictor-0 was ended by SIGKILL; starting it again in 0.2 s",
         ]
         processes.append(psutil.Process(stack.pid("predictor-0")))
     finally:
@@ -146,7 +147,7 @@ def test_an_unwritable_folder_is_refused_in_one_line_with_advice(tmp_path: Path,
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     ended = up(os.environ | ports | {"RUN_FOLDER": str(folder)}, no_room if case == "no room" else None)
-    assert ended.returncode == 1
+    assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.count("\n") == 1
     assert f"{folder} cannot be written (" in ended.stderr
     assert "set RUN_FOLDER=… to another" in ended.stderr
@@ -201,8 +202,10 @@ async def test_a_taken_port_is_named_with_its_setting(tmp_path: Path) -> None:
     settings = free_settings(tmp_path / "run", predictors=2)
     port = settings.predictor_ports[1]
     taken = f"^port {port} is taken; set PREDICTOR_PORT=… to another$"
+    reports: list[str] = []
     with closing(socket.create_server(("127.0.0.1", port))), pytest.raises(StartupError, match=taken):
-        await Stack(settings).start()
+        await Stack(settings, say=reports.append).start()
+    assert reports == []
 
 
 async def test_a_port_of_two_settings_is_refused(tmp_path: Path) -> None:
