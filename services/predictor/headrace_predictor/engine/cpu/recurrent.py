@@ -20,21 +20,14 @@ from numba import njit, prange
 from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.threads import kernel_threads
-from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
+from headrace_predictor.engine.cpu.vectors import COEFFICIENTS, LOG2_E, array_at, narrow, widen
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 _LINEAR_FROM = np.float32(20)  # Of softplus, as in torch.
 _NORM_EPSILON = np.float32(1e-6)  # Of the queries and keys of the delta rule.
 # Of exp, as in vectors.py.
-_LOG2_E, _LEAST, _MOST, _BIAS = (np.float32(number) for number in (1.4426950408889634, -126.0, 127.0, 127.0))
-_HALF = np.float32(0.5)
-_C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(coefficient)
-    for coefficient in (
-        *(1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3),
-        *(5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1),
-    )
-)
+_LOG2_E, _LEAST, _MOST, _BIAS, _HALF = map(np.float32, (LOG2_E, -126.0, 127.0, 127.0, 0.5))
+_C0, _C1, _C2, _C3, _C4, _C5, _ = map(np.float32, COEFFICIENTS)
 _FEW = 1 << 17  # Numbers of states that one thread changes before others would have begun.
 # Lanes may reorder a sum: the order then depends only on its length.
 _OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}

@@ -32,9 +32,9 @@ _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
 _LOWEST = -3e38
 # Of exp: see the module.
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _SMALLEST_EXPONENT = -126.0
-_COEFFICIENTS = (
+COEFFICIENTS = (
     *(1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3),
     *(5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0),
 )
@@ -164,12 +164,12 @@ def _exp(builder: Any, x: Any) -> Any:
         return ir.Constant(x.type, [number] * _LANES)
 
     words = ir.VectorType(_WORD, _LANES)
-    unbounded = builder.fmul(x, all_lanes(_LOG2_E))
+    unbounded = builder.fmul(x, all_lanes(LOG2_E))
     power = _larger(builder, all_lanes(_SMALLEST_EXPONENT), unbounded)
     whole = builder.fptosi(builder.fsub(power, all_lanes(0.5)), words)
     rest = builder.fsub(power, builder.sitofp(whole, x.type))
-    series = all_lanes(_COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
+    series = all_lanes(COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
         product = builder.fmul(series, rest)
         series = builder.fadd(product, all_lanes(coefficient))
     exponent = builder.shl(builder.add(whole, ir.Constant(words, [127] * _LANES)), ir.Constant(words, [23] * _LANES))

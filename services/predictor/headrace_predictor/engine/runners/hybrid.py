@@ -15,6 +15,7 @@ are if a step is repeated after its states have advanced.
 """
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -65,7 +66,7 @@ class HybridRunner(ModelRunner):
         self.reads_whole_prompts = whole
         self.reuses_prefixes = not whole and model.device.type == "cpu"  # A GPU's passes are better long.
         self.description = "hybrid" if together else "one row"
-        self.repeats = self._together = together
+        self.repeats = together  # The passes of rows that decode.
         self._model = model
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
@@ -94,9 +95,7 @@ class HybridRunner(ModelRunner):
 
     def run(self, rows: Rows[Row]) -> Tensor:
         logits: dict[Row, Tensor] = {}
-        decodes: list[Row] = []
-        if self._together:
-            decodes = [row for row in rows if row.count == 1 and row.start and _done(row) == row.start]
+        decodes = [row for row in rows if self.repeats and row.count == 1 and row.start and _done(row) == row.start]
         self._slots.kept = {row.sequence.state for row in rows}
         # Prompts first: where one fails, the states of the others have not advanced.
         for row in rows:
@@ -125,7 +124,8 @@ class HybridRunner(ModelRunner):
             self._places, self.passes = places, self.passes and Passes()
         order = sorted(zip(rows, states, strict=True), key=lambda both: both[1].slot)
         ordered = [row for row, _ in order]
-        logits = self._compute(ordered, 0, continues=True, repeats=True)
+        forward = partial(self._forward, 0, True)
+        logits = self._compute(ordered, partial(self.passes.run, len(rows), forward) if self.passes else forward)
         for row, state in order:
             state.done += 1
             row.sequence.state = state
@@ -150,31 +150,28 @@ class HybridRunner(ModelRunner):
                 stop = min(end, (start // PREFIX_TOKENS + 1) * PREFIX_TOKENS)
             else:
                 stop = min(end, start + max(row.count, _PIECE))
-            logits = self._compute([Row(sequence, start, stop - start)], state.slot, continues=start > 0)
+            forward = partial(self._forward, state.slot, start > 0)
+            logits = self._compute([Row(sequence, start, stop - start)], forward)
             state.done = stop
             if stop in sequence.borders:
                 self._slots.keep(_name(sequence, stop), state)
         sequence.state = state
         return logits[0]
 
-    def _compute(self, rows: Rows[Row], slot: int, continues: bool, repeats: bool = False) -> Tensor:
-        """The last logits [rows, vocabulary] of rows with as many ids each, whose states are from `slot` on."""
-        positions = [[*range(row.start, row.start + row.count)] for row in rows]
-        inputs = self._tensor([row.ids for row in rows]), self._tensor(positions)
+    def _compute(self, rows: Rows[Row], forward: Callable[..., Tensor]) -> Tensor:
+        """What `forward` returns for rows with as many ids each."""
+        inputs = [self._tensor([row.ids for row in rows])]
+        if self._takes_positions:
+            inputs.append(self._tensor([[*range(row.start, row.start + row.count)] for row in rows]))
         with self._attending(rows):
-            if repeats and self.passes is not None:
-                return self.passes.run(len(rows), partial(self._forward, 0, True), *inputs)
-            return self._forward(slot, continues, *inputs)
+            return forward(*inputs)
 
-    def _forward(self, slot: int, continues: bool, ids: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, slot: int, continues: bool, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The last logits [rows, vocabulary] of `ids` [rows, …], whose states are from `slot` on."""
         arguments = self._states.begin(self._slots.view(slot, len(ids)) if continues else None)
-        output = self._model(
-            input_ids=ids,
-            use_cache=True,
-            **({"position_ids": positions} if self._takes_positions else {}),
-            **arguments,
-            **self._only_last,
-        )
+        if positions is not None:
+            arguments["position_ids"] = positions
+        output = self._model(input_ids=ids, use_cache=True, **arguments, **self._only_last)
         self._slots.write(slot, self._states.end(output))
         logits: Tensor = output.logits[:, -1]
         return logits

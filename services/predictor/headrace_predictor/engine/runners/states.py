@@ -60,7 +60,8 @@ class _CachedStates(States):
 
     def __init__(self, model: Any) -> None:
         self.cache = DynamicCache(config=model.config)
-        self._name = "cache_params" if "cache_params" in _arguments(model) else "past_key_values"
+        takes = inspect.signature(model.forward).parameters
+        self._name = "cache_params" if "cache_params" in takes else "past_key_values"
         layers = list(enumerate(self.cache.layers))
         self.attention_layers = tuple(number for number, layer in layers if isinstance(layer, CacheLayerMixin))
         self._layers: list[Any] = [layer for _, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
@@ -172,10 +173,6 @@ def state_bytes(model: Any) -> int:
     """The bytes of one sequence's states."""
     states = recurrent_states(model)
     return 0 if states is None else sum(state.nbytes for state in first_states(model, states))
-
-
-def _arguments(model: Any) -> Any:
-    return inspect.signature(model.forward).parameters
 
 
 class State:
