@@ -46,8 +46,11 @@ def test_the_readme_has_its_sections_and_stays_short():
 def test_every_file_that_the_documentation_names_exists():
     pattern = r"`((?:headrace\w*|services|tests|envoy|bench|deploy|docs)/[\w./-]+)`"
     names = {name for path in PAGES for name in re.findall(pattern, path.read_text())}
+    folders = [ROOT, *(ROOT / "services").iterdir()]
     assert len(names) > 40
-    assert sorted(name for name in names if not (ROOT / name).exists()) == []
+    assert sorted(name for name in names if not any((folder / name).exists() for folder in folders)) == []
+    files = {path.name for folder in ("headrace", "services", "tests") for path in (ROOT / folder).rglob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", (DOCS / "architecture.md").read_text())) <= files
 
 
 def test_the_path_of_a_request_has_at_most_12_steps():
