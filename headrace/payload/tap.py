@@ -54,7 +54,7 @@ _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 
 
 class PayloadTap:
-    """Opens recordings and ships them to the settings' logger; its folder in their spool is new.
+    """Opens recordings and ships them to the logger of the settings, from a new folder in their spool.
 
     `hop` is the failed hop of recorded errors that name none.
     """

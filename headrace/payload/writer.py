@@ -88,11 +88,11 @@ class PayloadWriter:
 
     def has_room(self, cost: int) -> bool:
         """Whether there is memory for a part of this cost."""
-        return self._put_bytes - self._done_bytes + cost <= self._memory
+        return self.waiting_bytes + cost <= self._memory
 
     def reserve(self, cost: int) -> bool:
         """Takes memory for a part, if there is room; whoever takes it puts it."""
-        if self._put_bytes - self._done_bytes + cost > self._memory:
+        if not self.has_room(cost):
             return False
         self._put_bytes += cost
         return True

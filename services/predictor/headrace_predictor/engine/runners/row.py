@@ -29,8 +29,8 @@ class _RowRunner(ModelRunner):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._takes = inspect.signature(model.forward).parameters
+        # The logits of a long prompt's other positions would take far more memory than its keys and values.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
 
     def run(self, rows: Rows[Row]) -> Tensor:
