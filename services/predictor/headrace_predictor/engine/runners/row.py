@@ -149,7 +149,7 @@ def decoder_start(model: Any) -> int:
 
 
 class CachelessRunner(_RowRunner):
-    """Models without keys and values, such as state space models: every step computes all ids."""
+    """Models that have no memory of ids, or one that no other runner knows: every step computes all ids."""
 
     description = "one row, no cache"
 
