@@ -1,5 +1,5 @@
-"""Plugins of pydantic are for users' code: our processes start without the search for them, which reads the metadata of
-all installed packages. Each of our programs imports this before pydantic; `search` comes before users' code is imported.
+"""Plugins of pydantic are for users' code. Our programs start without the search for them, which reads the metadata of
+all installed packages: each of them imports this before pydantic. `search` precedes the import of users' code.
 
 Of pydantic's three values for none, "true" is ours: a user who wants none sets another (`__all__`, `1`).
 """
