@@ -50,12 +50,6 @@ ADMIN, USER, STRANGER, BRIEF = ("hr-" + secrets.token_urlsafe(32) for _ in range
 LONGEST = "k" * 512  # Longer than one block of SHA-256.
 OPEN_PATHS = ["/", "/playground/main.js", "/v2/health/ready", "/v2/health/live", "/health"]
 OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService/ServerReady"]
-SETTINGS = [
-    "/inference.GRPCInferenceService/RepositoryModelLoad",
-    "/inference.GRPCInferenceService/LogSettings",
-    "/headrace.v1.Development/KillPredictor",
-    "/headrace.rest.v1.OpenInference/RepositoryUnload",
-]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -202,22 +196,6 @@ async def test_probes_and_the_playground_need_no_key(keyed: tuple[Gateway, Path]
         assert status != 401
     for method in OPEN_METHODS:
         assert await grpc_status(gateway.address, method, headers) != "16"
-
-
-@pytest.mark.parametrize("authority", ["", "predictor"])
-async def test_only_an_admin_may_change_settings_at_both_listeners(keyed: tuple[Gateway, Path], authority: str) -> None:
-    gateway, _ = keyed
-    host = {"host": authority} if authority else {}
-    for address in (gateway.address, gateway.management):
-        for method in SETTINGS:
-            assert await grpc_status(address, method, bearer(USER) | host) == "7"
-            assert await grpc_status(address, method, bearer(ADMIN) | host) not in ("7", "16")
-        for key, refused in ((USER, True), (ADMIN, False)):
-            load = await call(address, "POST", "/v2/repository/models/a/load", bearer(key))
-            assert (load[0] == 403) is refused
-            # The logger decides what a user may read.
-            payloads = await call(address, "GET", "/headrace/v1/payloads", bearer(key))
-            assert payloads[0] not in (401, 403)
 
 
 async def test_a_changed_file_takes_effect_by_itself_and_a_missing_one_refuses_all(keyed: tuple[Gateway, Path]) -> None:

@@ -77,15 +77,6 @@ async def test_one_call_too_many_is_refused_at_once_and_unread_by_a_healthy_serv
     assert served.servicer.messages == MAX_CALLS
 
 
-async def test_idle_streams_leave_room_for_active_ones(serve):
-    served = await serve()
-    await served.opened(MAX_IDLE)
-    served.servicer.go.set()
-    answer = await served.stub.ModelInfer(ModelInferRequest(id="a"))
-    assert answer.id == "a"
-    assert served.admission.idle == MAX_IDLE
-
-
 async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
     served = await serve()
     calls = await served.opened(MAX_CALLS + 1)

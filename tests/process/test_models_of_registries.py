@@ -89,11 +89,6 @@ def test_a_private_repository_is_read_with_the_credentials_of_docker(registry, p
     assert not refused.value.is_fault
 
 
-def test_only_files_that_match_are_fetched(registry):
-    assert contents(fetched(registry.address, ":artifact", ("*.json",))) == {"config.json": b"{}"}
-    assert len(registry.ranges) == 1
-
-
 @pytest.mark.parametrize("tag", [":artifact", ":car"])
 def test_a_cut_download_continues_where_it_stopped(registry, pushed, tag):
     registry.cut_after = 100

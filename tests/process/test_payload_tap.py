@@ -86,18 +86,6 @@ async def test_a_record_has_all_recorded_parts(taps, ingest):
     assert not record.incomplete
 
 
-async def test_fingerprint_and_resumes_may_be_set_until_the_end(taps, ingest):
-    tap = taps.start(ingest.target)
-    recording = begin(tap)
-    assert await recording.flushed()
-    recording.resumes = 2
-    recording.fingerprint = "abc"
-    recording.engine_s = 0.25
-    recording.end("OK")
-    [record] = await recorded(tap, ingest)
-    assert (record.resumes, record.fingerprint, record.engine_ms) == (2, "abc", 250)
-
-
 CARDS, SEED = Redaction(None, "[0-9]{16}"), Redaction("$.parameters.seed", None)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.errors import StartupError
 from headrace_runner import process as supervision
 from headrace_runner.process import Process, ProcessSpec
 from tests.support.small_disk import small_disk
@@ -67,16 +65,6 @@ async def test_back_off_is_reset_after_a_long_run(tmp_path: Path, monkeypatch: p
     await reports.count(2)
     await process.stop()
     assert all("again in 0.02 s" in line for line in reports)
-
-
-async def test_a_startup_error_is_reported_by_its_last_line_and_not_retried(tmp_path: Path) -> None:
-    source = (
-        "import os, sys; print('loading'); sys.exit(print('worker: no CUDA here', file=sys.stderr) or os.EX_CONFIG)"
-    )
-    reports = Lines()
-    with pytest.raises(StartupError, match=r"^worker: no CUDA here$"):
-        await Process(script("worker", source), tmp_path, tmp_path, reports).start()
-    assert reports == []
 
 
 async def test_after_one_good_start_no_exit_ends_the_stack_and_each_is_reported_with_its_reason(
@@ -173,18 +161,3 @@ async def test_a_stop_before_the_first_instruction_leaves_no_process(tmp_path: P
     assert supervised.done()
     with pytest.raises(ProcessLookupError):
         _ = process.pid
-
-
-async def test_a_signal_that_does_not_end_a_process_is_sent_and_not_waited_for(tmp_path: Path) -> None:
-    process = Process(
-        script("worker", "print('up', flush=True); import time; time.sleep(600)"), tmp_path, tmp_path, print
-    )
-    process.start()
-    await wait_for_log(process, "up")
-    os.kill(process.pid, signal.SIGSTOP)
-    running = psutil.Process(process.pid)
-    while running.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    os.kill(process.pid, signal.SIGCONT)
-    await process.stop()
-    assert not running.is_running()

@@ -204,18 +204,6 @@ async def test_reflection_lists_the_public_services(server, version):
     assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-async def test_health_has_the_status_that_was_set(server):
-    async with grpc.aio.insecure_channel(server.target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for serving in (True, False, True):
-            await server.set_serving("ready", serving)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service="ready"))
-            assert answer.status == (SERVING if serving else NOT_SERVING)
-        assert (
-            await code_of(stub.Check(health_pb2.HealthCheckRequest(service="unheard of"))) is grpc.StatusCode.NOT_FOUND
-        )
-
-
 async def test_messages_up_to_the_limit_pass(server):
     """60 MiB, the limit of the gateway."""
 

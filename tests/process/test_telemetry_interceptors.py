@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, get_current_span
+from opentelemetry.trace import SpanKind
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from headrace.errors import DeadlineError, InvalidRequestError, NotReadyError, RequestFailedError
@@ -19,7 +19,7 @@ from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_ch
 from headrace.rpc.client.interceptors import ClientSpans, client_interceptors
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
-from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
+from headrace.telemetry.identity import current_request_id, set_request_id
 from headrace.telemetry.rpc import suppress_tracing
 from tests.support.listening import listening
 from tests.support.measured import Measured
@@ -172,19 +172,6 @@ async def test_a_missing_hop_is_not_ready_and_gives_only_a_client_span(bench, ki
     [span] = bench.exporter.get_finished_spans()
     assert span.attributes["rpc.response.status_code"] == "UNAVAILABLE"
     assert span.status.status_code is SpanStatus.ERROR
-
-
-@pytest.mark.parametrize("kind", ["stream", PLAIN])
-async def test_the_handler_runs_in_the_servers_span(bench, kind):
-    seen = []
-
-    async def then(context):
-        seen.append((trace_id_of(), get_current_span().get_span_context().span_id))
-
-    bench.methods.then = then
-    await bench.call(kind)
-    _, server = await bench.spans()
-    assert seen == [(format(server.context.trace_id, "032x"), server.context.span_id)]
 
 
 async def test_health_is_not_traced_by_the_server(bench):

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import urllib.error
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -40,14 +39,6 @@ def worker(calls):
     Counter("calls", "Calls.", ["method"], registry=registry).labels("Generate").inc(calls)
     Histogram("seconds", "Seconds.", buckets=[1, 2], registry=registry).observe(calls)
     return registry
-
-
-def test_a_page_answers_until_it_is_closed(pages):
-    page = MetricsPage("127.0.0.1", 0, worker(3))
-    assert read(page.port)["calls_total", ("method", "Generate")] == 3
-    page.close()
-    with pytest.raises(urllib.error.URLError):
-        read(page.port)
 
 
 def test_a_taken_port_is_reported_in_one_line():

@@ -15,7 +15,6 @@ from headrace_transformer.frontends.grpc import text_generation_servicer
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import one_service
-from tests.support.status import code_of
 
 REQUEST = pb.KillPredictorRequest(request_id="mine")
 
@@ -81,10 +80,3 @@ async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypat
     async with stub_before(*victims) as stub:
         await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))
     assert [victim.deaths for victim in victims] == [0, 1]
-
-
-async def test_if_no_predictor_has_the_request_none_dies():
-    victims = Victim(False), Victim(False)
-    async with stub_before(*victims) as stub:
-        assert await code_of(stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,))) is grpc.StatusCode.NOT_FOUND
-    assert [victim.deaths for victim in victims] == [0, 0]

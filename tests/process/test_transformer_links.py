@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace.errors import NotReadyError, OtherWeightsError
+from headrace.errors import NotReadyError
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
@@ -51,24 +51,6 @@ def can_choose(links, fingerprint=""):
     except NotReadyError:
         return False
     return True
-
-
-async def test_a_stream_is_resumed_only_at_a_predictor_with_its_weights(monkeypatch):
-    one, other = ScriptedPredictor(), ScriptedPredictor()
-    one.fingerprint, other.fingerprint = "a", "b"
-    async with serving(one) as first, serving(other) as second, links_at(monkeypatch, first, second) as (links, _):
-        await until(lambda: links.can_resume(MODEL, "a") and links.can_resume(MODEL, "b"))
-        assert links.can_resume(MODEL, "")
-        assert [(link.name, link.address) for link in links.all] == [("predictor-0", first), ("predictor-1", second)]
-        assert not links.can_resume(MODEL, "c")
-        assert (links.choose(SUBMISSION, "a").address, links.choose(SUBMISSION, "b").address) == (first, second)
-        with pytest.raises(OtherWeightsError):
-            links.choose(SUBMISSION, "c")
-        one.has_model = False
-        await until(lambda: not links.can_resume(MODEL, "a"))
-        assert {links.choose(SUBMISSION, "").address for _ in range(20)} == {second}
-        other.has_model = False
-        await until(lambda: not can_choose(links))
 
 
 async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(monkeypatch):

@@ -191,18 +191,3 @@ async def test_waiting_for_other_requests_does_not_count_as_waiting_for_a_predic
     asyncio.get_running_loop().call_later(0.4, turn.release)
     await backoff.acquire(turn)
     await backoff.pause(AWAY)  # Otherwise the limit would have been reached.
-
-
-async def test_insisting_ends_with_the_first_result_or_another_error():
-    outcomes = [AWAY, AWAY, 7]
-
-    async def call():
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    assert await retries(30).retry(call) == 7
-    outcomes[:] = [AWAY, ZeroDivisionError()]
-    with pytest.raises(ZeroDivisionError):
-        await retries(30).retry(call)

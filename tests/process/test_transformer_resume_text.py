@@ -19,7 +19,6 @@ from tests.waiting import until
 
 STORY = "Once upon a time there was a little mill — “an old one”, said the miller — by the river."
 TELLER = f"{MODEL}=models/storyteller"
-DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.fixture(scope="module")

@@ -91,10 +91,4 @@ def files():
 def test_our_descriptors_equal_tritons(files, part):
     for ours, tritons in files:
         assert ours[part] == tritons[part]
-
-
-def test_the_descriptors_are_not_empty(files):
-    (service, _), (model_config, _) = files
-    assert "ModelStreamInfer" in service["services"]["inference.GRPCInferenceService"]
-    assert len(service["messages"]) > 50
-    assert len(model_config["messages"]) > 30
+    assert len(files[0][0]["messages"]) > 50

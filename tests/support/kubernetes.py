@@ -15,7 +15,6 @@ Document = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "headrace"
 NAMESPACE = "headrace"
-COMPONENT = "app.kubernetes.io/component"
 HELM = shutil.which(ROOT / ".venv-tools" / "helm" / "bin" / "helm") or shutil.which("helm")
 KUBECTL = shutil.which("kubectl")
 # Each option of the chart, by a value that switches it on.
