@@ -2,37 +2,12 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
-from headrace_predictor.engine.interface import Timeline
 from tests.model.fakes import CROWD, FakeRunner, Gate, assert_crowd_is_unharmed, read_all, request, submit_crowd
 from tests.support.in_process_engine import submit
 from tests.waiting import until
-
-
-async def test_the_times_of_a_timeline_are_in_order(engine_of):
-    gate = Gate()
-    engine = engine_of(FakeRunner(gate), max_running=1)
-    before = time.monotonic()
-    first, second = submit(engine, request("first", max_tokens=3)), submit(engine, request("second", max_tokens=2))
-    assert second.timeline == Timeline(second.timeline.submitted)
-    gate.open(1)
-    await first.read()
-    # Available with the first chunk.
-    assert first.timeline.started is not None
-    assert first.timeline.first_token is not None
-    assert first.timeline.ended is None
-    assert second.timeline.started is None
-    gate.open(100)
-    await read_all(first)
-    await read_all(second)
-    one, other = first.timeline, second.timeline
-    assert before <= one.submitted <= one.started <= one.first_token <= one.ended
-    assert one.submitted <= other.submitted <= one.ended <= other.started <= other.first_token <= other.ended
-    assert other.ended <= time.monotonic()
-    assert (one.preemptions, one.preempted) == (0, ())
 
 
 async def test_the_time_of_a_step_is_divided_by_the_tokens_that_it_computes(engine_of):

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from headrace.errors import (
-    DeadlineError,
     HopBrokenError,
     InvalidRequestError,
     NotReadyError,
@@ -136,17 +135,6 @@ async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_o
             await slot.read()
         assert raised.value.retry_after_ms
         long.cancel()
-
-
-async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of):
-    async with engine_of() as engine:
-        slot = engine.submit(request(**ENDLESS))
-        await slot.read()
-        slot.cancel()
-        await until(lambda: engine.statistics.cancelled == 1 and not engine.load.blocks_in_use)
-        late = engine.submit(request(**ENDLESS, deadline=time.monotonic() + 0.01))
-        with pytest.raises(DeadlineError):
-            await read_all(late)
 
 
 async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, slow_models):

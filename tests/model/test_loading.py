@@ -130,17 +130,6 @@ def test_a_head_is_tied_where_the_configuration_of_a_model_of_images_or_of_its_d
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-async def test_a_folder_without_a_model_is_refused(tmp_path, engine_host):
-    assert "has no config.json" in await refusal(engine_host, tmp_path)
-
-
-async def test_a_model_py_that_cannot_be_imported_is_refused(tmp_path, engine_host):
-    (tmp_path / "model.py").write_text("import numpy\nimport nothing_like_it\n")
-    assert "model.py, line 2 cannot be imported: ModuleNotFoundError: No module named" in await refusal(
-        engine_host, tmp_path
-    )
-
-
 @pytest.mark.parametrize(
     ("location", "text"),
     [

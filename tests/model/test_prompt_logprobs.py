@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
+from headrace.oip.prompt_scores import MAX_NUMBERS, check_size
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.runners.paged import PagedRunner
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
@@ -143,13 +143,3 @@ async def test_scores_are_requested_again_only_after_a_death_before_the_first_to
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == ANSWER[: SAMPLING.max_tokens]
     assert chunks[0].prompt.top.shape == (0, 2)
     assert all(chunk.prompt is None for chunk in chunks[1:])
-
-
-def test_the_parts_of_a_prompt_are_joined_in_order():
-    parts = [PromptLogprobs(*(np.full(shape, i, kind) for shape, kind in SHAPES)) for i in range(2)]
-    joined = PromptLogprobs.joined(parts, 3)
-    assert joined.chosen.tolist() == [0, 0, 1, 1]
-    assert joined.top_ids[:, 0].tolist() == [0, 0, 1, 1]
-
-
-SHAPES = [((2,), np.float32), ((2, 3), np.int32), ((2, 3), np.float32)]

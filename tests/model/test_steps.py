@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
-from itertools import pairwise
 
 import grpc
 import numpy as np
@@ -123,16 +122,6 @@ async def by_inference(predictor, prompt, output_ids=(), **parameters):
         if "logprobs" in outputs:
             logprobs += outputs["logprobs"].array.tolist()
     return ids, logprobs, responses[-1].parameters["finish_reason"].string_param
-
-
-async def test_the_engine_s_time_is_divided_among_the_sequences(predictor, caller):
-    started = time.monotonic()
-    for number in range(1, 9):
-        caller.submit(number, [3 + number, 4, 5])
-    for number in range(1, 9):
-        await caller.end_of(number)
-    assert all(0 < before < after for seconds in caller.seconds.values() for before, after in pairwise(seconds))
-    assert sum(seconds[-1] for seconds in caller.seconds.values()) < time.monotonic() - started
 
 
 async def test_the_tokens_equal_those_of_a_single_call(predictor, caller):

@@ -50,11 +50,6 @@ async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):
     assert time.process_time() - begun < 1
 
 
-async def test_a_prompt_of_too_many_tokens_is_refused(storyteller):
-    with pytest.raises(InvalidRequestError, match=r"the prompt has 1\d\d tokens, the context is 100"):
-        await storyteller.encode("a fox " * 80, 100)
-
-
 async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(storyteller):
     turns = 0
 
@@ -133,11 +128,6 @@ def test_tojson_takes_transformers_arguments(pool):
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
         chat_prompt(storyteller, [("robot", "beep")], 1024)
-
-
-def test_chat_needs_a_model_with_a_chat_template(pool):
-    with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
-        chat_prompt(TextTokenizer("normalizer", MODELS / "normalizer", pool), [("user", "hello")], 1024)
 
 
 def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
+from headrace.clients import ANYONE, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
 from headrace.rpc.http2.methods import Argument
 from headrace.rpc.server.call_context import call_context
@@ -441,9 +441,3 @@ class _Context:
 
     def time_remaining(self):
         return None
-
-
-def test_the_client_of_a_batch_is_kept_with_it():
-    batch = new_batch("file-1", Client("alice", Policy(models=["m"])))
-    assert dict(batch.headers) == {CLIENT: "alice", POLICY: batch.policy}
-    assert new_batch("file-1", ANYONE).headers == ()

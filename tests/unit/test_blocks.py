@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,32 +13,6 @@ def names_of(ids, salt="", size=4, client=""):
     for start in range(0, len(ids) - size + 1, size):
         names.append(block_name(names[-1], ids[start : start + size]))
     return names[1:]
-
-
-@pytest.mark.parametrize(("tokens", "needed"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_a_partly_filled_block_counts_whole(tokens, needed):
-    assert BlockManager(5, 4).blocks_for(tokens) == needed
-
-
-def test_only_the_known_beginning_is_found():
-    blocks = BlockManager(5, 4)
-    first, second, third = names_of(range(12))
-    held = [blocks.take() for _ in range(3)]
-    blocks.name(held[0], first)
-    blocks.name(held[2], third)
-    assert blocks.find([first, second, third]) == (held[:1], False)
-    blocks.announce([second])
-    assert blocks.find([first, second, third]) == (held[:1], True)
-    blocks.name(held[1], second)
-    assert blocks.find([first, second, third]) == (held, False)
-
-
-def test_a_withdrawn_announcement_blocks_no_other_sequence():
-    blocks = BlockManager(5, 4)
-    names = names_of(range(8))
-    blocks.announce(names)
-    blocks.withdraw(names)
-    assert blocks.find(names) == ([], False)
 
 
 def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning():

@@ -2,7 +2,6 @@
 
 import io
 import re
-import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from headrace.errors import StartupError
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.command import models, records, start
-from headrace_runner.command.__main__ import main, parse
+from headrace_runner.command.__main__ import parse
 from headrace_runner.command.chat import Conversation
 from headrace_runner.settings import ROOT, StackSettings
 from headrace_runner.terminal import Painter, has_colours, one_line, printable
@@ -200,11 +199,6 @@ def test_load_has_three_ways(
     assert wanted <= set(became)
     assert not unwanted & set(became)
     assert became[2].endswith("knee_locustfile.py") == (options.mode != "check")
-
-
-def test_the_package_installs_the_command() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"headrace": f"{main.__module__}:{main.__name__}"}
 
 
 def test_models_of_the_caches_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

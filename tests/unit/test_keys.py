@@ -36,12 +36,6 @@ def test_the_gateway_gets_only_the_digest_of_a_key():
     assert KEY not in repr(entries)
 
 
-def test_a_name_may_have_two_keys_of_one_policy():
-    other = "ab" * 32
-    first, second = parse_keys(f"[{{name: a, key: {KEY}, weight: 2}}, {{name: a, sha256: {other}, weight: 2}}]")
-    assert first.policy == second.policy
-
-
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

@@ -18,7 +18,7 @@ from headrace.errors import (
 from headrace.files import replace_file
 from headrace.rpc.server.call_context import CallContext, ServedModel
 from headrace_transformer.models.models import RelayedModel, TextModel
-from headrace_transformer.predictors.discovery.replicas import LOADING, READY, UNAVAILABLE, ModelState
+from headrace_transformer.predictors.discovery.replicas import LOADING, READY, ModelState
 from headrace_transformer.routing.router import CHOSEN_MODEL, Router
 from headrace_transformer.routing.routes import parse_routes
 from tests.waiting import until
@@ -299,18 +299,6 @@ async def test_keys_are_for_the_names_that_requests_use(tmp_path):
     assert await answered(router, "chat", a_call(**headers)) == "stable"
     with pytest.raises(ForbiddenError):
         await answered(router, "stable", a_call(**headers))
-
-
-async def test_the_list_has_routes_and_models(tmp_path):
-    router, _ = a_router(
-        tmp_path, "chat: {model: stable}\nlost: {model: nothing}\nlate: {model: nothing, fallback: [next]}"
-    )
-    states = router.states
-    assert [states[name].state for name in ("chat", "lost", "late")] == [READY, UNAVAILABLE, READY]
-    assert {"chat", "late", "stable"} <= set(router.names)
-    assert "lost" not in router.names
-    assert (router.find("late").name, router.is_ready("chat"), router.is_ready("lost")) == ("next", True, False)
-    assert (router.lists("lost"), router.lists("other"), router.lists("x")) == (True, True, False)
 
 
 def test_a_model_that_has_a_route_is_not_called_directly(tmp_path):

@@ -244,11 +244,6 @@ def test_log_probabilities_are_requested_in_each_apis_way():
     assert chat(logprobs=False).sampling() == {}
 
 
-def test_stop_is_one_string_or_several():
-    assert completion(stop="a").stop == ("a",)
-    assert completion(stop=["a", "b"]).stop == ("a", "b")
-
-
 UNSUPPORTED = {
     "suffix": (completion, {"suffix": "end"}),
     "best_of": (completion, {"best_of": 3, "n": 2}),

@@ -19,22 +19,6 @@ def root(tmp_path):
     return tmp_path / "spool"
 
 
-def written(root, *contents, max_bytes=1 << 20):
-    """The file of an outbox whose process has died after these frames."""
-    own, _ = open_outboxes(root, max_bytes)
-    for each in contents:
-        assert own.append(WHOLE, ID, each)
-    [path] = [segment.path for segment in own.segments]
-    own.close()
-    return path
-
-
-def read(path, is_last=True):
-    data = path.read_bytes()
-    found = [frame for _, frame in frames(data, 0, len(data), is_last)]
-    return [frame and frame.contents for frame in found]
-
-
 def test_frames_are_read_as_they_were_appended(root):
     own, _ = open_outboxes(root, 1 << 20)
     for kind, contents in ((BEGIN, b"a"), (MORE, b""), (WHOLE, bytes(1000))):
@@ -44,23 +28,6 @@ def test_frames_are_read_as_they_were_appended(root):
     assert found == [(BEGIN, 1, ID, b"a"), (MORE, 2, ID, b""), (WHOLE, 3, ID, bytes(1000))]
     assert own.size == segment.used
     assert oct(segment.path.stat().st_mode & 0o777) == oct(0o600)
-
-
-@pytest.mark.parametrize(
-    ("at", "left"),
-    [
-        (0, [None, b"two", b"three"]),  # The checksum.
-        (4, [None]),  # The length, which leads beyond the segment.
-        (20, [None, b"two", b"three"]),
-        (30, [None, b"two", b"three"]),
-    ],
-)
-def test_a_damaged_byte_costs_its_frame_or_the_rest_of_the_segment(root, at, left):
-    path = written(root, b"one", b"two", b"three")
-    data = bytearray(path.read_bytes())
-    data[at + 3 * (at == 4)] ^= 0x7F
-    path.write_bytes(data)
-    assert read(path, is_last=False) == left
 
 
 def test_an_outbox_is_bounded_and_has_room_once_segments_are_deleted(root):

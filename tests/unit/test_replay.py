@@ -140,10 +140,6 @@ def test_texts_and_messages_are_sent_on_request_where_the_record_has_them() -> N
 # ---------------------------------------------------------------- differences
 
 
-def test_the_same_tokens_the_same_end_and_the_same_text_are_no_difference() -> None:
-    assert compare(stream(), answer(1, 2, 3, 4)) is None
-
-
 @pytest.mark.parametrize(
     ("replayed", "kind", "position", "on_record", "now"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.deadline import Deadline
-from headrace.errors import InvalidRequestError, NotReadyError
+from headrace.errors import InvalidRequestError
 from headrace.oip.model_description import ModelDescription
 from headrace.oip.stream_infer import EMPTY_FINAL, FINAL
 from headrace.oip.tensors import Tensor, add_input, add_output
@@ -83,13 +83,6 @@ def counted(serving):
     return (stats.success.count, stats.fail.count), responses
 
 
-async def test_nothing_is_counted_before_the_first_request(serving):
-    report = serving.statistics()
-    assert (report.name, report.version, report.inference_count, report.execution_count) == ("fake", "1", 0, 0)
-    assert report.inference_stats.queue.count == report.inference_stats.compute_infer.ns == 0
-    assert not report.response_stats
-
-
 async def test_all_parts_of_the_computation_have_one_count(serving):
     """Triton's perf_analyzer ends itself where they differ."""
     await stream(serving, "2")
@@ -158,15 +151,3 @@ async def test_a_batch_counts_as_one_inference_per_row():
     await serving.infer(one)
     assert serving.statistics().inference_count == 6
     assert counted(serving)[0] == (2, 0)
-
-
-async def test_a_stop_ends_requests_in_flight_even_if_the_model_does_not(serving):
-    streaming = asyncio.create_task(stream(serving, "waits"))
-    await until(lambda: serving.model.request_ids)
-    assert await serving.drain(0) == 1
-    await serving.stop()
-    with pytest.raises(NotReadyError, match="was unloaded"):
-        await streaming
-    with pytest.raises(NotReadyError, match="was unloaded"):
-        await stream(serving, "3")
-    assert await serving.drain(1) == 0

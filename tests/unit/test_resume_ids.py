@@ -47,13 +47,6 @@ async def test_an_id_has_what_continues_its_answer(stage, body):
     assert ids.line(stage) == f"id: {ids.id(stage)}\n".encode()
 
 
-async def test_ids_of_a_continued_answer_continue_it_again():
-    _, ids = await begun()
-    resumed = ResumeIds(await identity(call(), BODY, ids.id(), has_ids=True))
-    resumed.take(WEIGHTS, [5, 7, 2])
-    assert resumed.id() == ids.id()
-
-
 @pytest.mark.parametrize("weights", ["", "v1", WEIGHTS.upper(), WEIGHTS + "0"])
 async def test_an_answer_of_unknown_weights_has_no_ids(weights):
     _, ids = await begun(weights=weights)
@@ -101,22 +94,6 @@ async def test_an_id_is_as_old_as_its_event_not_as_its_answer(monkeypatch):
             await identity(call(), BODY, early, has_ids=True)
 
 
-async def test_a_key_gives_the_same_answer_to_the_same_client_and_body_alone():
-    first, _ = await begun(key="k", client="alice")
-    again = await identity(call("alice", "k"), BODY, has_ids=False)
-    assert (again.seed, again.answer_id) == (first.seed, first.answer_id)
-    for who, key, body in (("bob", "k", BODY), ("alice", "l", BODY), ("alice", "k", LARGE), ("alice", None, BODY)):
-        other = await identity(call(who, key), body, has_ids=False)
-        assert other.seed != first.seed
-        assert other.answer_id != first.answer_id
-
-
-async def test_answers_without_a_key_differ():
-    identities = [await identity(call(), BODY, has_ids=False) for _ in range(50)]
-    assert len({one.seed for one in identities}) == len({one.answer_id for one in identities}) == 50
-    assert all(0 <= one.seed < 2**63 and len(one.answer_id) == 32 for one in identities)
-
-
 async def test_an_id_of_another_stack_is_refused_and_a_kept_key_is_shared(tmp_path):
     folder = tmp_path / "spool"
     kept = signer_of(None, folder)
@@ -132,9 +109,3 @@ async def test_an_id_of_another_stack_is_refused_and_a_kept_key_is_shared(tmp_pa
     assert (folder / "signing-key").stat().st_size == 32
     (tmp_path / "file").touch()
     assert signer_of(None, tmp_path / "file" / "spool").sign(b"age", b"") != kept.sign(b"age", b"")
-
-
-async def test_a_key_has_a_length():
-    await identity(call(key="k" * 255), BODY, has_ids=False)
-    with pytest.raises(InvalidRequestError, match="at most 255"):
-        await identity(call(key="k" * 256), BODY, has_ids=False)

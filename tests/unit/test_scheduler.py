@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from headrace.errors import InvalidRequestError, OverloadedError
+from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.load import ProgressWatch
 from headrace_predictor.engine.scheduler import Scheduler
@@ -84,15 +84,6 @@ def test_a_sequence_that_can_never_fit_is_refused_at_once():
 def test_an_empty_prompt_is_refused_at_once():
     with pytest.raises(InvalidRequestError, match="the prompt is empty"):
         scheduler_of().add(sequence(0), 0)
-
-
-def test_a_full_queue_refuses_with_a_retry_delay():
-    scheduler = scheduler_of(max_running=1, max_waiting=1)
-    added(scheduler, sequence())
-    step(scheduler)
-    added(scheduler, sequence())
-    with pytest.raises(OverloadedError, check=lambda error: error.retry_after_ms == 250):
-        scheduler.add(sequence(), 250)
 
 
 def test_prompts_are_cut_to_the_budget_left_by_decoding_sequences():

@@ -89,11 +89,6 @@ def test_an_empty_value_counts_as_unset(monkeypatch):
     assert load_with(monkeypatch, MILL_PORT="").port == 0
 
 
-def test_settings_cannot_be_changed(monkeypatch):
-    with pytest.raises(ValueError, match="frozen"):
-        load_with(monkeypatch).port = 1
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
