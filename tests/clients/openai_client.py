@@ -238,19 +238,11 @@ async def in_parallel():
 
 asyncio.run(in_parallel())
 
-# The same at KServe's path.
+# KServe's path; more of it is in kserve_clients.py, for which KServe must be installed.
 kserve = openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any", max_retries=0)
 assert {model.id for model in kserve.models.list()} == set(listed)
 assert kserve.models.retrieve("storyteller").id == "storyteller"
 fields = {"model": "storyteller", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-text = kserve.chat.completions.create(**fields).choices[0].message.content
-assert text == client.chat.completions.create(**fields).choices[0].message.content
-chunks = kserve.chat.completions.create(stream=True, **fields)
-assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-assert kserve.completions.create(model="storyteller", prompt=PROMPT, **greedy).choices[0].text == once
-assert kserve.embeddings.create(model="embedder", input="a fox").data == (
-    client.embeddings.create(model="embedder", input="a fox").data
-)
-with raises(openai.NotFoundError, "model_not_found"):
-    kserve.chat.completions.create(model="nobody", messages=MESSAGES)
+answers = {one.chat.completions.create(**fields).choices[0].message.content for one in (client, kserve)}
+assert len(answers) == 1, answers
 print("done")

@@ -205,5 +205,15 @@ refused("NOT_FOUND", "normalizer", client.infer, "normalizer", date)
 client.load_model("normalizer")
 assert client.infer("normalizer", date).as_numpy("text_output").tolist() == [b"2021-03-03"]
 assert client.is_server_ready()
+
+# Settings.
+levels = client.update_log_settings({"log_verbose_level": 1}, as_json=True)["settings"]
+assert levels["log_verbose_level"]["uint32_param"] == 1, levels
+assert client.update_log_settings({"log_verbose_level": 0}, as_json=True) == client.get_log_settings(as_json=True)
+refused("INVALID_ARGUMENT", "log_file", client.update_log_settings, {"log_file": "/tmp/x"})
+traces = client.get_trace_settings(as_json=True)["settings"]
+assert traces["trace_mode"]["value"] == ["opentelemetry"]
+assert client.update_trace_settings("storyteller", {"trace_count": None}, as_json=True)["settings"] == traces
+refused("INVALID_ARGUMENT", "trace_rate", client.update_trace_settings, settings={"trace_rate": "5"})
 client.close()
 print("done")

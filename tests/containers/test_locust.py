@@ -48,13 +48,6 @@ async def run_a_load(page: str) -> None:
     assert figures["predictors"], "the gateway reports their state"
 
 
-async def test_the_form_starts_a_load_against_envoy(stack):
-    assert "Locust" in fetch(stack.locust_page)
-    assert stats(stack.locust_page)["state"] == "ready", "it is idle until started"
-    with stack.timed("Locust: five samples of every row"):
-        await run_a_load(stack.locust_page)
-
-
 async def test_workers_share_the_load(stack):
     files = (*FILES, "deploy/compose/workers.yaml")
     with stack.timed("up with deploy/compose/workers.yaml"):

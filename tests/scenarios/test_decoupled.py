@@ -1,8 +1,8 @@
 """`decoupled`: one request, many responses, as Triton's unmodified clients use them.
 
 Here their predictor dies. The other uses by these clients (many requests on one stream, ids, final responses, errors
-on the stream, a user's model.py) are in tests/conformance and tests/system/test_tensor_models.py, the hour of silence
-in test_idle_gaps.py, what a chunk holds in tests/model/test_engine.py.
+on the stream, a user's model.py) are in tests/conformance, the hour of silence in test_idle_gaps.py, what a chunk holds
+in tests/model/test_engine.py.
 """
 
 import asyncio

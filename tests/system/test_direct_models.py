@@ -9,7 +9,7 @@ from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.status import code_of, refusal
-from tests.system.calls import channel, hop_of, query, records, text_request, until_direct
+from tests.system.calls import channel, generate, hop_of, query, records, text_request, until_direct
 
 MODELS = "storyteller=models/storyteller,identity=models/identity,quiet=models/identity,summary=models/identity"
 RULES = {"TRANSFORMER_PAYLOAD_LOG": "all,quiet=off,summary=metadata"}
@@ -56,6 +56,12 @@ async def test_the_record_follows_the_transformers_rules(stack):
     (record,) = await records(stack.gateway, request_id="summarised")
     assert (record.status, len(record.inputs), len(record.outputs)) == ("OK", 0, 0)
     assert [record for record in await query(stack.gateway, request_id="unrecorded") if record.model] == []
+
+
+async def test_a_model_of_tensors_refuses_text(stack):
+    raised = await refusal(generate(stack.gateway, model="identity", prompt="Once"))
+    assert raised.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert raised.details() == "model 'identity' takes tensors, not text; call it by ModelInfer"
 
 
 async def test_a_model_that_takes_text_goes_through_the_transformer(stack):

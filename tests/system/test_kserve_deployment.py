@@ -22,7 +22,6 @@ from tests.support.forkserver import spawn
 from tests.support.free_ports import free_predictor_port, free_settings
 from tests.support.logger_process import free_port
 from tests.system.calls import text_request
-from tests.system.own_clients import client_passes, python_of
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -110,8 +109,7 @@ async def deployed_transformer(container, folder, ports):
         await running.wait()
 
 
-async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_there(tmp_path):
-    python_of(".venv-kserve")
+async def test_the_deployment_answers_and_the_probes_say_what_is_there(tmp_path):
     (predicting,) = documents("serving-runtime.yaml")["ServingRuntime"]["spec"]["containers"]
     (transforming,) = documents("inference-service.yaml")["InferenceService"]["spec"]["transformer"]["containers"]
     ports = {port: free_port() for port in (9100, 9001, 9003, 9101)}
@@ -141,7 +139,6 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
             async with predictor(predicting, tmp_path, ports) as running:
                 await until(lambda: passes(predicting, *every))
                 await until(code, holds=lambda status: status is grpc.StatusCode.OK)
-                await client_passes("kserve_deployment", f"127.0.0.1:{ports[9001]}", NAME, environment=".venv-kserve")
                 running.send_signal(15)
                 assert await running.wait() == 0
             assert await code() is grpc.StatusCode.UNAVAILABLE

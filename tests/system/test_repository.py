@@ -16,25 +16,16 @@ from tests.prometheus import read_page
 from tests.random_models import save_random_model
 from tests.support.status import refusal
 from tests.system.calls import channel, each, generate, ids_request, records, rest, text_of
-from tests.system.own_clients import client_passes
 
 ROOT = Path(__file__).parents[2]
 
 ECHO = "async def execute(request):\n    return request.raw\n"
-WAITS = """
-import asyncio
-import numpy as np
-async def execute(request):
-    yield {"i": np.array([0])}
-    await asyncio.Event().wait()
-"""
 
 
 @pytest_asyncio.fixture(scope="module")
 async def repository(tmp_path_factory):
     folder = tmp_path_factory.mktemp("repository")
-    inner = {"lab/echo": ECHO, "lab-echo": "1 / 0"}
-    for name, code in {"echo": ECHO, "waits": WAITS, "broken": "1 / 0", **inner}.items():
+    for name, code in {"echo": ECHO, "lab/echo": ECHO, "lab-echo": "1 / 0"}.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "model.py").write_text(code)
     save_random_model("llama", folder / "llama")
@@ -98,10 +89,6 @@ async def status_of(call):
 
 def ids(model, **parameters):
     return ids_request(model, Tensor("input_ids", "INT64", np.array([5, 6, 7])), **parameters)
-
-
-async def test_tritons_client_controls_the_repository(stack):
-    await client_passes("repository_control", stack.gateway)
 
 
 async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack, predictor):
