@@ -128,7 +128,7 @@ test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes, o
 	$(VENV)/bin/python -m pytest tests/slow $(PYTEST)
 
 .PHONY: test-containers
-test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine
+test-containers: $(DEV_DEPENDENCIES) ## the container tests, on a real Docker engine
 	tests/containers/tools/prepare
 	$(VENV)/bin/python -m pytest tests/containers $(PYTEST)
 

@@ -10,15 +10,9 @@ CODE = ROOT / "headrace" / "__init__.py"
 
 
 def test_curl_streams(stack):
-    fields = {
-        "model": "storyteller",
-        "prompt": "Once",
-        "max_tokens": 20,
-        "ignore_eos": True,
-        "pace": 50,
-        "stream": True,
-    }
-    command = ("curl", "-sSN", f"http://{stack.gateway}/v1/completions", "-d", json.dumps(fields))
+    fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 20, "ignore_eos": True, "pace": 50}
+    body = json.dumps(fields | {"stream": True})
+    command = ("curl", "-sSN", f"http://{stack.gateway}/v1/completions", "-d", body)
     with stack.timed("curl: 20 tokens as server-sent events"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

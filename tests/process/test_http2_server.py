@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 
 import pytest
 from h2.errors import ErrorCodes
@@ -19,19 +18,6 @@ __all__ = ["served"]  # A fixture.
 # ------------------------------------------------------------------ calls
 
 
-async def test_a_body_is_returned_with_the_head_of_its_answer(served: Served) -> None:
-    body = random.randbytes(300 * KIB)
-    async with connected(served.port) as client:
-        stream = await client.request(ECHO, end=False)
-        for at in range(0, len(body), 16 * KIB):
-            await stream.send(body[at : at + 16 * KIB], at + 16 * KIB >= len(body))
-            await until(lambda: client.http2.local_flow_control_window(stream.number) > 16 * KIB)
-        await stream.wait()
-    assert (stream.status, stream.data) == (200, body)
-    assert stream.headers["content-type"] == "application/octet-stream"
-    assert stream.headers["x-test"] == "head"
-
-
 @pytest.mark.parametrize(
     ("path", "named"),
     [("/a%20b%2Fc", "a b/c"), ("/%ff", "\ufffd"), ("?model=d+e&x=1", "d e"), ("/one?model=two", "one"), ("", "")],
@@ -42,16 +28,6 @@ async def test_a_method_without_a_body_gets_the_argument_of_its_path_or_query(
     async with connected(served.port) as client:
         stream = await (await client.request(NAME + path, verb="GET")).wait()
     assert (stream.status, stream.data.decode()) == (200, named)
-
-
-@pytest.mark.parametrize(
-    ("verb", "path"), [("GET", ECHO), ("POST", NAME), ("POST", "/x"), ("POST", f"{ECHO}/x"), ("GET", f"{NAME}/")]
-)
-async def test_another_path_or_method_is_not_found(served: Served, verb: str, path: str) -> None:
-    async with connected(served.port) as client:
-        stream = await (await client.request(path, verb=verb)).wait()
-    assert stream.status == 404
-    assert json.loads(stream.data)["error"]["message"] == "unknown path or method"
 
 
 async def test_an_error_before_the_first_byte_is_the_answer_and_a_later_one_is_in_the_trailers(served: Served) -> None:
@@ -69,30 +45,6 @@ async def test_an_error_before_the_first_byte_is_the_answer_and_a_later_one_is_i
     assert "x-http-status" not in first.headers
     assert (later.status, later.data, later.reset_with) == (200, b"begun", None)
     assert (later.trailers["grpc-status"], later.trailers["x-failed-hop"]) == ("8", "transformer")
-
-
-async def test_a_deadline_ends_a_call_with_its_status(served: Served) -> None:
-    timeout = [("grpc-timeout", "100m")]
-    async with connected(served.port) as client:
-        silent, begun = [await client.request(HANG, body, timeout) for body in (b"", b"begun")]
-        await silent.wait()
-        await begun.wait()
-    assert (silent.status, json.loads(silent.data)["error"]["code"]) == (504, "deadline_exceeded")
-    assert (begun.status, begun.trailers["x-http-status"]) == (200, "504")
-    assert served.service.ended == 2
-
-
-async def test_a_reset_or_a_lost_connection_cancels_the_call_at_once(served: Served) -> None:
-    service = served.service
-    async with connected(served.port) as client:
-        streams = [await client.request(HANG, b"begun") for _ in range(3)]
-        await until(lambda: service.hanging == 3)
-        await streams[0].reset()
-        await until(lambda: service.ended == 1)
-        assert (await (await client.request(ECHO, b"others go on")).wait()).data == b"others go on"
-        unread = await client.request(ECHO, b"a body without an end", end=False)
-        await unread.reset()
-    await until(lambda: service.ended == 3)
 
 
 # ------------------------------------------------------------------ start and stop

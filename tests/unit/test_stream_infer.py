@@ -8,7 +8,6 @@ import pytest
 from headrace.errors import InvalidRequestError
 from headrace.oip.stream_infer import EMPTY_FINAL, FINAL, multiplex
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from tests.waiting import until
 
 
 def request(name, empty_final=False):
@@ -56,12 +55,6 @@ async def test_a_slow_request_does_not_delay_another():
     assert order == ["fast", "fast", "slow", "slow"]
 
 
-async def test_the_empty_final_response_comes_if_it_is_requested():
-    responses = await collect(multiplex(sent(request("a", empty_final=True)), two_parts, False))
-    assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
-    assert not responses[-1].infer_response.outputs
-
-
 @pytest.mark.parametrize(("name", "text"), [("bad", "no such thing"), ("broken", "internal error")])
 async def test_a_failing_request_leaves_the_stream_usable(name, text, caplog):
     responses = await collect(multiplex(sent(request(name), request("good")), two_parts, False))
@@ -74,23 +67,6 @@ async def test_a_failing_request_leaves_the_stream_usable(name, text, caplog):
 async def test_an_error_ends_the_call_if_the_caller_asks_for_errors_as_status():
     with pytest.raises(InvalidRequestError):
         await collect(multiplex(sent(request("bad")), two_parts, True))
-
-
-async def test_closing_the_call_cancels_its_requests():
-    begun, ended = [], []
-
-    async def endless(message):
-        begun.append(message.id)
-        try:
-            yield ModelInferResponse(id=message.id)
-            await asyncio.Event().wait()
-        finally:
-            ended.append(message.id)
-
-    async with aclosing(multiplex(sent(request("a"), request("b")), endless, False)) as responses:
-        await anext(responses)
-        await until(lambda: len(begun) == 2)
-    assert sorted(ended) == ["a", "b"]
 
 
 async def test_requests_that_cannot_be_read_end_the_call(caplog):
@@ -112,32 +88,6 @@ async def test_a_request_that_fails_after_responses_ends_with_its_error_and_noth
     responses = await collect(multiplex(sent(request("a", empty_final=True)), answer, False))
     assert [r.error_message for r in responses] == ["", "", "too late"]
     assert [r.infer_response.parameters[FINAL].bool_param for r in responses] == [False, False, True]
-
-
-async def test_a_request_without_responses_gets_the_empty_final_one():
-    async def nothing(message):
-        for never in ():
-            yield never
-
-    responses = await collect(multiplex(sent(request("a", empty_final=True), request("b")), nothing, False))
-    assert [r.infer_response.id for r in responses] == ["a"]
-    assert responses[0].infer_response.parameters[FINAL].bool_param
-
-
-async def test_answers_of_many_requests_keep_their_own_order():
-    async def answer(message):
-        for i in range(20):
-            await asyncio.sleep(0)
-            response = ModelInferResponse(id=message.id)
-            response.parameters["i"].int64_param = i
-            yield response
-
-    names = [str(i) for i in range(100)]
-    responses = await collect(multiplex(sent(*map(request, names)), answer, False))
-    by_name = {name: [] for name in names}
-    for response in responses:
-        by_name[response.infer_response.id].append(response.infer_response.parameters["i"].int64_param)
-    assert all(order == list(range(20)) for order in by_name.values())
 
 
 async def test_requests_with_the_same_id_and_with_none_are_answered_each():
