@@ -35,10 +35,12 @@ def raises(kind, code, param=None, text=""):
 
 # Models.
 listed = {model.id: model for model in client.models.list()}
-assert set(listed) == {"storyteller", "caller", "normalizer", "embedder"}, listed
+generating = dict.fromkeys(("storyteller", "caller", "normalizer"), "generation")
+assert {name: model.kind for name, model in listed.items()} == {**generating, "embedder": "embedding"}, listed
 assert client.models.retrieve("storyteller").owned_by == "headrace"
-with raises(openai.NotFoundError, "model_not_found", text="no model 'nobody'"):
-    client.models.retrieve("nobody")
+for name in ("nobody", "identity"):
+    with raises(openai.NotFoundError, "model_not_found", text=name):
+        client.models.retrieve(name)
 
 
 # Completions.

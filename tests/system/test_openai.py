@@ -10,7 +10,7 @@ import pytest_asyncio
 from headrace_transformer.frontends.openai.generation_requests import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
-from tests.system.calls import post, records, rest
+from tests.system.calls import post, records
 from tests.system.own_clients import client_passes
 
 STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
@@ -163,17 +163,3 @@ async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     _, choice = await ask(0, tool_choice="none")
     assert json.loads(choice["message"]["content"]).keys() == {"warm"}
-
-
-async def test_only_models_of_the_api_are_listed(stack):
-    for path in ("/v1/models", "/openai/v1/models"):
-        listed = (await rest(stack.gateway, "GET", path)).json
-        kinds = {model["id"]: model["kind"] for model in listed["data"]}
-        generating = dict.fromkeys(("storyteller", "caller", "normalizer"), "generation")
-        assert kinds == {**generating, "embedder": "embedding"}
-    assert (await rest(stack.gateway, "GET", "/v1/models/embedder")).json["object"] == "model"
-    for name in ("nobody", "identity"):
-        answer = await rest(stack.gateway, "GET", f"/v1/models/{name}")
-        assert answer.status == 404
-        assert answer.json["error"]["code"] == "model_not_found"
-        assert answer.headers["x-failed-hop"] == "transformer"

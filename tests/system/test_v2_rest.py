@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import pytest_asyncio
 
 from tests.system.calls import rest
@@ -58,24 +57,6 @@ async def infer(stack, model, body, **headers):
 
 async def test_tritons_http_clients_work_unchanged(stack):
     await client_passes("v2_rest", stack.gateway)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, nested):
-    options = {"max_tokens": 12, "seed": 5, "temperature": 0.7, "ignore_eos": True}
-    body = {"text_input": "Once upon a time"} | ({"parameters": options} if nested else options)
-    whole = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", body)
-    assert whole.status == 200
-    assert whole.headers["content-type"] == "application/json"
-    assert (whole.json["model_name"], whole.json["model_version"]) == ("storyteller", "1")
-    assert whole.json["finish_reason"] == "length"
-    options["pace"] = 20  # Slow enough that even a busy machine sends separate pieces.
-    body = {"text_input": "Once upon a time"} | ({"parameters": options} if nested else options)
-    streamed = await rest(stack.gateway, "POST", "/v2/models/storyteller/versions/1/generate_stream", body)
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(event) for event in streamed.events]
-    assert 1 < len(events) <= 12  # A slow reader gets larger pieces.
-    assert "".join(event["text_output"] for event in events) == whole.json["text_output"]
 
 
 async def test_generate_maps_fields_to_the_tensors_of_a_relayed_model(stack):
