@@ -57,10 +57,12 @@ assert answer.usage.completion_tokens == 60
 assert answer.usage.prompt_tokens == complete(max_tokens=1).usage.prompt_tokens
 
 greedy = {"temperature": 0, "max_tokens": 8}
-once = complete(**greedy).choices[0].text
-other = complete(prompt="The fox", **greedy).choices[0].text
-both = complete(prompt=[PROMPT, "The fox"], **greedy)
-assert [choice.text for choice in both.choices] == [once, other]
+first, second = complete(**greedy), complete(prompt="The fox", **greedy)
+once, other = first.choices[0].text, second.choices[0].text
+both = complete(prompt=[PROMPT, "The fox"], n=2, **greedy)
+assert [choice.text for choice in both.choices] == [once, once, other, other]
+assert both.usage.prompt_tokens == first.usage.prompt_tokens + second.usage.prompt_tokens
+assert both.usage.completion_tokens == 2 * (first.usage.completion_tokens + second.usage.completion_tokens)
 assert complete(echo=True, **greedy).choices[0].text == PROMPT + once
 stopped = complete(temperature=0, max_tokens=40, stop=once[4:8])
 assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (once[: once.index(once[4:8])], "stop")

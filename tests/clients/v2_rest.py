@@ -150,10 +150,11 @@ refused("501", "shared memory is not supported", client.unregister_system_shared
 refused("501", "shared memory is not supported", client.get_cuda_shared_memory_status, "r")
 
 settings = client.get_trace_settings()
-assert settings["trace_level"] in (["OFF"], ["TIMESTAMPS"]), settings
+assert (settings["trace_level"] in (["OFF"], ["TIMESTAMPS"]), settings["trace_count"]) == (True, "-1"), settings
 assert (
     client.update_trace_settings("identity", {"trace_level": settings["trace_level"], "trace_count": None}) == settings
 )
+refused("400", "unknown trace setting 'trace_rate'", client.update_trace_settings, "identity", {"trace_rate": 5})
 refused("404", "no model 'nobody'", client.get_trace_settings, "nobody")
 logging = client.get_log_settings()
 assert logging["log_info"] is True

@@ -1,7 +1,6 @@
 """Answers in OpenAI's two shapes, and the texts and bytes of single tokens in them."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from headrace.oip.prompt_scores import read_prompt
-from headrace_protos.headrace_pb2 import Usage
 from headrace_protos.steps_pb2 import PromptScores
-from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, usage_of
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
 from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
-from headrace_transformer.generation.chunks import joined
 from headrace_transformer.text.token_bytes import TokenBytes
 from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.support.text_chunks import text_chunk
@@ -89,16 +86,6 @@ def test_log_probabilities_of_a_completion(tokenizer, model):
     assert (logprobs["text_offset"][0], logprobs["text_offset"][1], logprobs["text_offset"][-1]) == (0, 1, 2)
 
 
-def test_offsets_continue_across_the_chunks_of_each_choice(tokenizer, model):
-    once, upon = ids_of(tokenizer, "Once upon")
-    written = completion(logprobs=1)
-    chunk = partial(text_chunk, model=model, logprobs=[-1.0])
-    first = written.chunk(0, chunk("Once", [once]), True)
-    assert (first["logprobs"]["text_offset"], first["logprobs"]["top_logprobs"]) == ([0], [{"Once": -1.0}])
-    assert written.chunk(1, chunk("Once", [once]), True)["logprobs"]["text_offset"] == [0]
-    assert written.chunk(0, chunk(" upon", [upon]), False)["logprobs"]["text_offset"] == [4]
-
-
 @pytest.mark.parametrize(
     ("skips", "text", "offsets"), [(True, "Once upon", [0, 4, 4]), (False, "Once</s> upon", [0, 4, 8])]
 )
@@ -116,28 +103,6 @@ def test_offsets_count_the_special_tokens_that_an_echoed_prompt_names(tokenizer,
     made = text_chunk("", [], "length", model=model, prompt_ids=ids, prompt=scores)
     offsets = completion("</s>🦄", echo=True, logprobs=0).whole(0, made)["logprobs"]["text_offset"]
     assert offsets[:3] == [0, 0, 4]
-
-
-def test_log_probabilities_of_a_message(tokenizer, model):
-    once, upon = ids_of(tokenizer, "Once upon")
-    chunks = [
-        text_chunk("Once", [once], model=model, logprobs=[-1.0], top_logprobs=[[(once, -1.0), (upon, -2.0)]]),
-        text_chunk(" upon", [upon], "stop", model=model, logprobs=[-0.5], top_logprobs=[[(upon, -0.5)]]),
-    ]
-    choice = chat(logprobs=True).whole(0, joined(chunks))
-    assert choice["message"] == {"role": "assistant", "content": "Once upon", "refusal": None, "annotations": []}
-    assert choice["finish_reason"] == "stop"
-    first, second = choice["logprobs"]["content"]
-    assert first == {
-        "token": "Once",
-        "logprob": -1.0,
-        "bytes": list(b"Once"),
-        "top_logprobs": [
-            {"token": "Once", "logprob": -1.0, "bytes": list(b"Once")},
-            {"token": " upon", "logprob": -2.0, "bytes": list(b" upon")},
-        ],
-    }
-    assert second["token"] == " upon"
 
 
 def test_log_probabilities_are_absent_unless_requested():
@@ -158,18 +123,3 @@ def test_an_echo_comes_before_each_choice_once(tokenizer, model):
     made = text_chunk(" more", [5], model=model)
     assert [written.chunk(i, made, True)["text"] for i in range(4)] == ["One more", "One more", "Two more", "Two more"]
     assert written.chunk(0, made, False)["text"] == " more"
-
-
-def test_a_prompt_counts_once_for_all_its_choices():
-    def end(prompt, completion):
-        return text_chunk(
-            "", (), "stop", usage=Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion)
-        )
-
-    total = usage_of([end(5, 10), end(5, 11), end(7, 12), end(7, 13)], 2)
-    assert total == {
-        "prompt_tokens": 12,
-        "completion_tokens": 46,
-        "total_tokens": 58,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }

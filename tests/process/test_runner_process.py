@@ -42,29 +42,20 @@ async def wait_for_log(process: Process, text: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_restarts_back_off_and_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("steady_s", "delays"), [(60.0, (0.02, 0.04, 0.05)), (0.0, (0.02, 0.02, 0.02))])
+async def test_restarts_back_off_until_a_long_run_and_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steady_s: float, delays: tuple[float, ...]
+) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
     monkeypatch.setattr(supervision, "MAX_DELAY_S", 0.05)
+    monkeypatch.setattr(supervision, "STEADY_S", steady_s)
     reports = Lines()
     process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, reports)
     process.start()
     await reports.count(3)
     await process.stop()
     assert [line.partition("; ")[0] for line in reports[:3]] == ["worker ended with exit code 3"] * 3
-    assert [f"again in {delay} s" in line for delay, line in zip((0.02, 0.04, 0.05), reports[:3], strict=True)] == [
-        True
-    ] * 3
-
-
-async def test_back_off_is_reset_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
-    monkeypatch.setattr(supervision, "STEADY_S", 0.0)
-    reports = Lines()
-    process = Process(script("worker", "raise SystemExit(3)"), tmp_path, tmp_path, reports)
-    process.start()
-    await reports.count(2)
-    await process.stop()
-    assert all("again in 0.02 s" in line for line in reports)
+    assert all(f"again in {delay} s" in line for delay, line in zip(delays, reports[:3], strict=True))
 
 
 async def test_after_one_good_start_no_exit_ends_the_stack_and_each_is_reported_with_its_reason(

@@ -186,8 +186,8 @@ async def test_an_envoy_that_refuses_its_configuration_is_a_startup_error(tmp_pa
         await start_stack(tmp_path / "run", {}, commands=FAKES | {"envoy": refuse})
 
 
-async def test_all_taken_ports_are_named_at_once(tmp_path: Path) -> None:
-    settings = free_settings(tmp_path / "run")
+async def test_taken_ports_are_named_at_once_with_their_settings(tmp_path: Path) -> None:
+    settings = free_settings(tmp_path / "run", predictors=2)
     gateway, logger = settings.gateway_port, settings.logger_port
     moved = "set PORT_OFFSET=1000, which moves all ports, or GATEWAY_PORT, LOGGER_PORT to others"
     taken = f"^ports {gateway}, {logger} are taken; {moved}$"
@@ -196,23 +196,15 @@ async def test_all_taken_ports_are_named_at_once(tmp_path: Path) -> None:
             held.enter_context(socket.create_server(("127.0.0.1", port)))
         with pytest.raises(StartupError, match=taken):
             await Stack(settings).start()
-
-
-async def test_a_taken_port_is_named_with_its_setting(tmp_path: Path) -> None:
-    settings = free_settings(tmp_path / "run", predictors=2)
     port = settings.predictor_ports[1]
     taken = f"^port {port} is taken; set PREDICTOR_PORT=… to another$"
     reports: list[str] = []
     with closing(socket.create_server(("127.0.0.1", port))), pytest.raises(StartupError, match=taken):
         await Stack(settings, say=reports.append).start()
     assert reports == []
-
-
-async def test_a_port_of_two_settings_is_refused(tmp_path: Path) -> None:
-    free = free_settings(tmp_path / "run")
-    settings = free.model_copy(update={"logger_port": free.gateway_port})
+    twice = settings.model_copy(update={"logger_port": settings.gateway_port})
     with pytest.raises(StartupError, match="is taken; set LOGGER_PORT"):
-        await Stack(settings).start()
+        await Stack(twice).start()
 
 
 @pytest.fixture

@@ -114,20 +114,6 @@ async def _last(call):
     return [response async for response in _rest(call)][-1]
 
 
-async def test_a_call_that_outlasts_the_drain_ends_with_the_error_that_the_service_stops(start):
-    service = await start(TEST_DRAIN_S="0.2")
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        call = count(channel, 100_000)
-        assert await call.read() == b"0"
-        service.process.send_signal(signal.SIGTERM)
-        status, _, stderr = await service.ended()
-        caught = await refusal(_last(call))
-        assert caught.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(caught.trailing_metadata())["x-http-status"] == "503"
-    assert status == 0
-    assert "Traceback" not in stderr
-
-
 async def test_the_drain_precedes_the_end_and_its_failure_does_not_prevent_it(start):
     service = await start(TEST_DRAIN_S="30", TEST_DRAINS="1")
     async with grpc.aio.insecure_channel(service.target) as channel:

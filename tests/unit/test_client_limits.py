@@ -24,18 +24,6 @@ def alice(**limits):
     return Client("alice", Policy(**limits))
 
 
-def test_requests_in_flight():
-    limits, client = ClientLimits(), alice(streams=2)
-    limits.begin(client)
-    limits.begin(client)
-    with pytest.raises(OverloadedError, match="alice has 2 requests in flight") as error:
-        limits.begin(client)
-    assert error.value.retry_after_ms == 1000
-    limits.begin(Client("bob", Policy(streams=1)))
-    limits.finish(client)
-    limits.begin(client)
-
-
 def test_requests_in_a_second_and_when_to_retry():
     clock = Clock()
     limits, client = ClientLimits(clock), alice(requests_per_second=3, requests_per_minute=5)

@@ -65,17 +65,6 @@ class FakePipeline:
                 gate.release()
 
 
-@pytest.mark.parametrize("count", [1, 2, 40])
-async def test_every_chunk_of_every_choice_comes_with_its_number_and_in_order(count):
-    pipeline = FakePipeline(count, length=30)
-    pipeline.open()
-    texts = [[] for _ in range(count)]
-    async for index, made in generate_all(pipeline, [request()] * count):
-        texts[index].append(made.text)
-    assert texts == [[f"{index}.{step}" for step in range(30)] for index in range(count)]
-    assert pipeline.running == 0
-
-
 async def test_no_choice_waits_for_another():
     pipeline = FakePipeline(2)
     async with aclosing(generate_all(pipeline, [request()] * 2)) as chunks:

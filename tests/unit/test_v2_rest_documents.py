@@ -46,24 +46,6 @@ def test_a_load_carries_its_configuration_and_files():
     assert unload.parameters["unload_dependents"].WhichOneof("parameter_choice") == "bool_param"
 
 
-def test_settings_are_read_and_written_in_the_form_of_tritons_client():
-    request = documents.trace_request("m", posted({"trace_level": ["A", "B"], "trace_rate": 5, "trace_file": None}))
-    assert request.model_name == "m"
-    assert {name: list(setting.value) for name, setting in request.settings.items()} == {
-        "trace_level": ["A", "B"],
-        "trace_rate": ["5"],
-        "trace_file": [],
-    }
-    response = pb.TraceSettingResponse()
-    response.settings["trace_level"].value.append("OFF")
-    response.settings["trace_count"].value.append("-1")
-    assert documents.trace_settings(response) == {"trace_level": ["OFF"], "trace_count": "-1"}
-
-    wanted = {"log_verbose_level": 1, "log_info": True, "log_file": ""}
-    request = documents.log_request(posted(wanted))
-    assert documents.log_settings(pb.LogSettingsResponse.FromString(request.SerializeToString())) == wanted
-
-
 INDEX, LOG = documents.index_request, documents.log_request
 LOAD, UNLOAD, TRACE = (partial(read, "m") for read in (load_request, unload_request, documents.trace_request))
 
