@@ -163,18 +163,6 @@ async def test_a_processor_without_its_model_is_not_ready(processor):
         assert await code_of(stub.ModelInfer(word_request(b"a"))) is grpc.StatusCode.NOT_FOUND
 
 
-async def test_blocking_code_delays_no_other_model_and_its_queue_is_bounded():
-    pool, release = FairThreads(1, 2, "test"), threading.Event()
-    blocked = [asyncio.create_task(pool.run("", release.wait, 30)) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError):
-        await pool.run("", int)
-    release.set()
-    assert all(await asyncio.gather(*blocked))
-    assert await pool.run("", int) == 0
-    pool.close()
-
-
 async def test_a_caller_that_leaves_keeps_its_thread_taken_until_the_code_ends():
     pool, release = FairThreads(1, 1, "test"), threading.Event()
     left = asyncio.create_task(pool.run("", release.wait, 30))

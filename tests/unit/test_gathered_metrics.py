@@ -4,7 +4,7 @@ import threading
 
 from opentelemetry import metrics
 
-from headrace.telemetry.gathered import counter, histogram
+from headrace.telemetry.gathered import histogram
 from tests.support.measured import Measured
 
 BUCKETS = (1.0, 2.0)
@@ -25,16 +25,6 @@ def test_a_collection_counts_each_value_by_its_attributes():
     assert points[frozenset({("model", "b")})].bucket_counts == (1, 0, 0)
     seconds.record(0.5, same)
     assert measured.count("wait", same) == 5
-
-
-def test_counts_are_added_up():
-    measured = Measured()
-    ended = counter(measured.meter, "ended", "{stream}", "Streams.")
-    ended.record(1, {"outcome": "completed"})
-    ended.record(2, {"outcome": "completed"})
-    ended.record(1, {"outcome": "failed"})
-    assert measured.values_by("outcome", "ended") == {"completed": 3, "failed": 1}
-    assert measured.names == {"ended"}
 
 
 def test_equal_names_give_one_instrument_of_a_meter():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
+from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
 from headrace.oip.model_description import config_of
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, decode_outputs
@@ -79,14 +79,6 @@ async def test_the_model_of_the_documentation_works(make):
     assert [decode_outputs(response)["row"].array.tolist() for response in responses] == rows.tolist()
     with pytest.raises(InvalidRequestError, match="x is empty"):
         await stream(model, request(Tensor("x", "FP32", rows[:0])))
-
-
-async def test_a_generator_answers_once_for_each_yield(make):
-    model = make(COUNT)
-    responses = await stream(model, request(n=20))
-    assert [decode_outputs(response)["i"].array[0] for response in responses] == list(range(20))
-    assert not any(response.parameters[FINAL].bool_param for response in responses[:-1])
-    assert config_of(model.name, model.description).model_transaction_policy.decoupled
 
 
 async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
@@ -193,19 +185,6 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
     globals_of(model)["gate"].set()
     await call
     await idle(model)
-
-
-async def test_requests_beyond_the_queue_are_refused(make):
-    model = make(COUNT, max_running=1, max_waiting=1)
-    async with aclosing(model.stream(request(n=1, wait=1))) as first:
-        await anext(first)
-        waiting = asyncio.create_task(infer(model, request(n=1)))
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError) as refused:
-            await infer(model, request(n=1))
-        assert refused.value.retry_after_ms > 0
-        assert not waiting.done()
-    assert (await waiting)["i"].tolist() == [0]
 
 
 FAILURES = {

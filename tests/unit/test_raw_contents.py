@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.oip.raw_contents import joined, raw_contents, split
-from headrace.oip.tensors import BF16, BYTES, RawTensor, Tensor, encode_raw
+from headrace.oip.tensors import BF16, BYTES, Tensor, encode_raw
 from headrace_protos import inference_pb2 as pb
 
 LARGE = 5000
@@ -96,7 +96,3 @@ def test_contents_are_those_of_the_array(tensor):
 def test_contents_of_a_large_array_are_not_copied():
     contents = raw_contents(Tensor("x", "FP32", WIDE))
     assert np.shares_memory(np.frombuffer(contents, np.float32), WIDE)
-
-
-def test_raw_tensors_pass_as_they_are():
-    assert raw_contents(RawTensor("FP32", (1,), b"1234")) == b"1234"
