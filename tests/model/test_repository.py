@@ -21,7 +21,6 @@ from headrace.errors import (
     NotFoundError,
     NotReadyError,
     OverloadedError,
-    StartupError,
 )
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
@@ -123,27 +122,6 @@ def variables(repository, name):
     return repository.get(name).model._code.execute.__globals__
 
 
-async def test_a_folder_of_the_repository_is_loaded_and_unloaded_by_its_name(models):
-    models.write("second", ANSWERS.replace("ANSWER]", "2]"))
-    async with models.serve("first") as repository:
-        assert not repository.ready
-        await repository.load_all()
-        assert await states(repository) == {"first": State.READY, "second": State.UNAVAILABLE}
-        with pytest.raises(NotFoundError):
-            repository.get("second")
-        await repository.load("second")
-        assert await ask(repository, "second") == 2
-        assert repository.is_ready("second")
-        await repository.unload("second")
-        assert not repository.is_ready("second")
-        with pytest.raises(NotFoundError, match="not loaded"):
-            repository.get("second")
-        assert (await repository.index())[1] == ("second", State.UNAVAILABLE, "unloaded")
-        assert await ask(repository, "first") == 1
-        # The server was ready all the time.
-        assert models.reported == [True]
-
-
 async def test_a_load_of_a_loaded_model_takes_the_new_files_without_a_gap(models):
     async with models.serve("first") as repository:
         await repository.load_all()
@@ -186,13 +164,6 @@ async def test_a_failed_load_gives_the_reason_and_other_models_are_served(models
         models.write("broken", ANSWERS.replace("ANSWER]", "7]"))
         await repository.load("broken")
         assert await ask(repository, "broken") == 7
-
-
-async def test_a_configured_model_that_cannot_be_loaded_ends_the_start(models):
-    models.write("broken", "1 / 0")
-    async with models.serve("first", "broken") as repository:
-        with pytest.raises(StartupError, match="ZeroDivisionError"):
-            await repository.load_all()
 
 
 async def test_an_unload_lets_requests_in_flight_end_and_refuses_new_ones(models):

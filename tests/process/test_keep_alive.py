@@ -68,14 +68,6 @@ async def test_comments_fill_only_silence_before_and_between_events():
         assert await made.code() is grpc.StatusCode.OK
 
 
-async def test_events_in_time_get_no_comments():
-    async with call(after_s=HANG_S) as (servicer, made):
-        for number in range(200):
-            servicer.events.put_nowait(number)
-        servicer.events.put_nowait(None)
-        assert [body.data async for body in made] == [event(number) for number in range(200)]
-
-
 async def test_no_event_is_lost_or_moved_among_comments():
     async with call(after_s=0.001) as (servicer, made):
 

@@ -23,7 +23,6 @@ from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
-from tests.waiting import until
 
 TEXT = "ids=models/storyteller"
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -67,24 +66,6 @@ async def test_text_is_converted_to_ids_in_the_form_of_the_metadata_and_back():
         raised = await refusal(stub.ModelInfer(formed), "its predictor supports no structured_outputs")
         assert raised.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert all("structured_outputs" not in request.parameters for request in server.requests)
-
-
-async def test_an_unloaded_model_is_not_found_and_a_new_one_is_served():
-    server = ForeignServer(ready=())
-    async with foreign_server(server) as address, transformer(address, TEXT, ready=False) as (stub, catalogue):
-        await until(lambda: catalogue.ready)
-        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="ids"))).ready
-        raised = await refusal(stub.ModelInfer(text_request("ids", "Once")), "no model 'ids'")
-        assert raised.code() is NOT_FOUND
-
-        server.ready.add("ids")
-        await until(lambda: stub.router.is_ready("ids"))
-        assert (await stub.ModelReady(pb.ModelReadyRequest(name="ids", version="7"))).ready
-        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="ids", version="8"))).ready
-        assert await stub.ModelInfer(text_request("ids", "Once", max_tokens=1))
-
-        server.ready.clear()
-        await until(lambda: not stub.router.is_ready("ids"))
 
 
 async def test_without_any_server_models_are_not_ready_instead_of_unknown():

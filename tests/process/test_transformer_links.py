@@ -53,24 +53,6 @@ def can_choose(links, fingerprint=""):
     return True
 
 
-async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(monkeypatch):
-    predictors = [ScriptedPredictor() for _ in range(3)]
-    async with links_at(monkeypatch) as (links, known):
-        changed = links.changed
-        assert not can_choose(links)
-        for predictor in predictors:
-            async with serving(predictor) as address:
-                known[:] = [address]
-                await changed.wait()
-                await until(lambda: can_choose(links))
-                assert links.choose(SUBMISSION, "").address == address
-                assert [link.name for link in links.all] == ["predictor-0"]
-            await until(lambda: not can_choose(links))
-            known.clear()
-            await until(lambda: not links._links)
-            changed = links.changed
-
-
 async def test_a_predictor_of_a_higher_rank_gets_calls_while_none_of_a_lower_rank_serves(monkeypatch):
     first, reserve = ScriptedPredictor(), ScriptedPredictor()
     async with (

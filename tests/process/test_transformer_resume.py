@@ -397,24 +397,6 @@ async def test_a_request_without_tokens_can_use_any_weights():
 # ------------------------------------------------------------------ predictors that are away or full
 
 
-async def test_an_absent_predictor_is_waited_for():
-    predictor = ScriptedPredictor(is_accepted(holds_until(asyncio.Event(), after=3)))
-    async with AsyncExitStack() as stack:
-        async with serving(predictor) as address:
-            client, links = await stack.enter_async_context(linked(address))
-            await until(lambda: links.can_resume(MODEL, ""))
-            r = Resuming(predictor, client, links)
-            chunks = r.chunks()
-            made = await chunks_of(3, chunks)
-        waiting = asyncio.create_task(anext(chunks))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        async with serving(predictor, int(address.rpartition(":")[2])):
-            made += [await waiting] + [chunk async for chunk in chunks]
-            check_whole(made)
-            assert not any(r.were_alone)
-
-
 async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_one_as_not_ready():
     away = NotReadyError("loading")
     async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.5) as r:

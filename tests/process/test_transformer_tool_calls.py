@@ -1,6 +1,5 @@
 """Chats with tools and with reasoning: what the model is given, and how its answer is written, whole and streamed."""
 
-import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -34,7 +33,7 @@ FINGERPRINT = "0" * 31 + "1"
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     thinking = save_tool_model(root / "thinking", "hermes", thinks=True)
-    return {"thinking": thinking, "plain": "models/storyteller"} | {
+    return {"thinking": thinking} | {
         name: save_tool_model(root / name, name) for name in ANSWERS
     }
 
@@ -241,13 +240,3 @@ async def test_the_template_gets_efforts_and_the_last_message_is_continued(folde
         assert (await ask.tokens(**begun))["tokens"] == ask.prompt_ids
         await ask.chat(add_generation_prompt=False)
         assert ask.prompt.endswith(USER["content"])
-
-
-async def test_a_model_without_a_place_for_tools_refuses_them(folders):
-    async with stack(folders["plain"]) as ask:
-        for choice in ("auto", "required"):
-            refusal = (await ask.chat(status=400, tools=TOOLS, tool_choice=choice))["error"]
-            assert refusal["param"] == "tools"
-            assert "the chat template of model 'teller' has no place for tools" in refusal["message"]
-        assert (await ask.tokens(400, messages=[USER], tools=TOOLS))["error"]["param"] == "tools"
-        await asyncio.gather(ask.chat(tools=TOOLS, tool_choice="none"), ask.chat(tools=[]))
