@@ -27,7 +27,6 @@ from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from tests.support.listening import listening
 from tests.support.methods import METHODS, Methods, answers_of
-from tests.support.status import refusal
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
@@ -75,25 +74,6 @@ async def test_class_origin_and_retry_delay_are_kept_over_two_hops(kind, error):
             with pytest.raises(type(error), match=error.message) as caught:
                 await answers_of(outer, kind)
     assert (caught.value.hop, caught.value.retry_after_ms) == ("predictor", error.retry_after_ms)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
-    async def then(context):
-        context.set_trailing_metadata((("x-request-id", "r1"),))
-        raise OverloadedError("queue full", retry_after_ms=20)
-
-    server = grpc.aio.server(interceptors=(Interceptor("predictor"),))
-    server.add_generic_rpc_handlers((Methods(then),))
-    async with listening(server) as address, grpc.aio.insecure_channel(address) as channel:
-        caught = await refusal(answers_of(channel, kind))
-    assert caught.code() is StatusCode.RESOURCE_EXHAUSTED
-    assert dict(caught.trailing_metadata()) == {
-        "x-request-id": "r1",
-        "x-failed-hop": "predictor",
-        "x-http-status": "429",
-        "retry-after-ms": "20",
-    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,9 +33,7 @@ FINGERPRINT = "0" * 31 + "1"
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     thinking = save_tool_model(root / "thinking", "hermes", thinks=True)
-    return {"thinking": thinking} | {
-        name: save_tool_model(root / name, name) for name in ANSWERS
-    }
+    return {"thinking": thinking} | {name: save_tool_model(root / name, name) for name in ANSWERS}
 
 
 class Stack:
