@@ -92,6 +92,7 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
         "stream": stream(Needs.MODEL, lambda: text.Generate(_GENERATION, **options)),
         "both ways": stream(Needs.MODEL, lambda: oip.ModelStreamInfer(each(request), **in_status)),
         "health": call(Needs.NOTHING, lambda: health.Check(health_pb2.HealthCheckRequest(), **options)),
+        "server": call(Needs.NOTHING, lambda: oip.ServerReady(inference_pb2.ServerReadyRequest(), **options)),
         "reflection": stream(Needs.KEY, lambda: reflection.ServerReflectionInfo(each(listing), **options)),
         "index": call(Needs.KEY, lambda: oip.RepositoryIndex(index, **options)),
         "payloads": stream(Needs.KEY, lambda: log.Query(_QUERY, **options)),
@@ -103,7 +104,7 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
 
 
 _REST_NEEDS = {
-    Needs.NOTHING: ("ready", "playground"),
+    Needs.NOTHING: ("ready", "live", "health", "playground", "script"),
     Needs.KEY: ("models", "predictors", "index", "payloads", "delete", "usage"),
     Needs.MODEL: ("completion", "events", "infer", "generate", "lines"),
     Needs.OWNER: ("record",),
@@ -113,7 +114,9 @@ _REST_NEEDS = {
 
 def by_rest(port: Port, headers: Headers, record_id: str) -> Calls:
     """The same over REST, including server-sent events and the playground's page."""
-    sent: dict[str, tuple[str, str, Any]] = REST | {
+    opened = {"live": "/v2/health/live", "health": "/health", "script": "/playground/main.js"}
+    sent: dict[str, tuple[str, str, Any]] = {name: ("GET", path, None) for name, path in opened.items()}
+    sent |= REST | {
         "index": ("POST", "/v2/repository/index", {}),
         "record": ("GET", f"/headrace/v1/payloads/{record_id}", None),
         "delete": ("DELETE", f"/headrace/v1/payloads/{uuid.uuid4()}", None),
