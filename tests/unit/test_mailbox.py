@@ -1,11 +1,28 @@
-"""Functions that other threads post to an event loop, with few wake-ups."""
+"""Functions that other threads post to an event loop: all of them, in order, with few wake-ups."""
 
 import asyncio
+import threading
 from functools import partial
 from unittest.mock import patch
 
 from headrace_predictor.tensor_models.loop_thread import Mailbox
 from tests.waiting import until
+
+
+async def test_every_function_runs_in_the_order_of_its_thread() -> None:
+    mailbox, ran = Mailbox(asyncio.get_running_loop()), list[tuple[int, int]]()
+
+    def post(thread: int) -> None:
+        for number in range(2000):
+            mailbox.post(partial(ran.append, (thread, number)))
+
+    threads = [threading.Thread(target=post, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    await until(lambda: not any(thread.is_alive() for thread in threads))
+    await until(lambda: len(ran) == 8000)
+    for thread in range(4):
+        assert [number for each, number in ran if each == thread] == list(range(2000))
 
 
 async def test_functions_that_are_posted_together_wake_the_loop_once() -> None:

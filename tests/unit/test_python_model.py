@@ -81,6 +81,14 @@ async def test_the_model_of_the_documentation_works(make):
         await stream(model, request(Tensor("x", "FP32", rows[:0])))
 
 
+async def test_a_generator_answers_once_for_each_yield(make):
+    model = make(COUNT)
+    responses = await stream(model, request(n=20))
+    assert [decode_outputs(response)["i"].array[0] for response in responses] == list(range(20))
+    assert not any(response.parameters[FINAL].bool_param for response in responses[:-1])
+    assert config_of(model.name, model.description).model_transaction_policy.decoupled
+
+
 async def test_the_last_response_is_marked_where_the_generator_has_ended(make):
     model = make(COUNT)
     async with aclosing(model.stream(request(n=2))) as responses:
