@@ -4,15 +4,11 @@ Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
-import importlib.util
-import json
 import logging
 import sys
-from pathlib import Path
 
 import grpc
 import httpx
-import kserve
 import numpy as np
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 
@@ -94,41 +90,6 @@ async def by_grpc():
         return story
 
 
-def openai_models():
-    """KServe's models of OpenAI's API; their package imports vLLM, the file itself does not."""
-    path = Path(kserve.__file__).parent / "protocol" / "rest" / "openai" / "types" / "openapi.py"
-    spec = importlib.util.spec_from_file_location("kserve_openapi", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-async def by_openai(story):
-    """OpenAI's API at the path of KServe's model servers, by KServe's own models of requests and answers."""
-    models = openai_models()
-    fields = {"model": "storyteller", "temperature": 0, "max_tokens": 12}
-    completion = models.CreateCompletionRequest(prompt=PROMPT, **fields).model_dump(mode="json", exclude_unset=True)
-    message = {"role": "user", "content": PROMPT}
-    chat = models.CreateChatCompletionRequest(messages=[message], **fields).model_dump(mode="json", exclude_unset=True)
-    async with httpx.AsyncClient(base_url=f"{URL}/openai/v1", timeout=60) as client:
-        listed = models.ListModelsResponse.model_validate((await client.get("/models")).json())
-        assert "storyteller" in {model.id for model in listed.data}
-        answer = await client.post("/completions", json=completion | {"ignore_eos": True})
-        whole = models.CreateCompletionResponse.model_validate(answer.json())
-        assert whole.choices[0].text == story
-        answer = models.CreateChatCompletionResponse.model_validate(
-            (await client.post("/chat/completions", json=chat)).json()
-        )
-        text = answer.choices[0].message.content
-        events = (await client.post("/chat/completions", json=chat | {"stream": True})).text.split("\n\n")
-        data = [event.removeprefix("data: ") for event in events if event.startswith("data: {")]
-        chunks = [models.CreateChatCompletionStreamResponse.model_validate(json.loads(each)) for each in data]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
-        refused = await client.post("/completions", json=completion | {"model": "nobody"})
-        assert refused.status_code == 404
-        assert models.Error.model_validate(refused.json()["error"]).code == "model_not_found"
-
-
 async def by_rest(story):
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
 
@@ -153,5 +114,4 @@ async def by_rest(story):
 
 STORY = asyncio.run(by_grpc())
 asyncio.run(by_rest(STORY))
-asyncio.run(by_openai(STORY))
 print("done")

@@ -242,7 +242,7 @@ async def in_parallel():
 
 asyncio.run(in_parallel())
 
-# KServe's path; more of it is in kserve_clients.py, for which KServe must be installed.
+# KServe's path; its completions and embeddings are in tests/system/test_generate.py and test_encoders.py.
 kserve = openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any", max_retries=0)
 assert {model.id for model in kserve.models.list()} == set(listed)
 assert kserve.models.retrieve("storyteller").id == "storyteller"

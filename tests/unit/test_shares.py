@@ -9,6 +9,7 @@ from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
 from tests.support.requests import submission
+from tests.unit.test_scheduler import step as scheduler_step
 
 SIZE = 4
 
@@ -38,12 +39,7 @@ def added(scheduler, count, client, **given):
 
 def step(scheduler, prefill_tokens=64):
     """Runs a successful step; the number of ids computed for each sequence."""
-    rows = scheduler.schedule(prefill_tokens)
-    for row in rows:
-        scheduler.complete(row)
-        if row.samples and row.sequence.append(7) is not None:
-            scheduler.remove(row.sequence)
-    return {row.sequence: row.count for row in rows}
+    return {sequence: count for sequence, _, count in scheduler_step(scheduler, prefill_tokens)}
 
 
 def running(scheduler, client):
