@@ -27,7 +27,7 @@ _SLOWEST = 10
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values by bucket; the least, the greatest and the sum are exact.
+    """Counts of values by bucket; the least and the greatest are exact.
 
     Quantiles have a relative error of 0.5 %, for any range of values: buckets grow by 1 %, as in DDSketch (Masson, Rim,
     Lee: "DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees", 2019). Only buckets with
@@ -36,7 +36,6 @@ class Histogram:
 
     buckets: dict[int, int] = field(default_factory=dict)
     count: int = 0
-    total: float = 0.0
     least: float = math.inf
     greatest: float = 0.0
 
@@ -44,7 +43,6 @@ class Histogram:
         bucket = math.ceil(math.log(value if value > _LEAST else _LEAST) * _SCALE)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
         self.count += 1
-        self.total += value
         if value < self.least:
             self.least = value
         if value > self.greatest:
@@ -54,7 +52,6 @@ class Histogram:
         for bucket, count in other.buckets.items():
             self.buckets[bucket] = self.buckets.get(bucket, 0) + count
         self.count += other.count
-        self.total += other.total
         self.least = min(self.least, other.least)
         self.greatest = max(self.greatest, other.greatest)
 

@@ -31,7 +31,8 @@ class Measures:
         """The figures of this second, to record into."""
         second = int(self._now())
         if second != self._second:
-            self._finish(self._second)
+            if self._second:
+                self._add(self._second, self._current)
             self._second, self._current = second, Figures()
         return self._current
 
@@ -45,10 +46,7 @@ class Measures:
     def absorb(self, messages: list[list[Any]]) -> None:
         """Takes in what another process drained."""
         for second, message in messages:
-            figures = Figures.from_message(message)
-            self._seconds.setdefault(second, Figures()).add(figures)
-            self._total.add(figures)
-        self._forget_old()
+            self._add(second, Figures.from_message(message))
 
     def window(self, since: int, until: int) -> Figures:
         """The finished seconds from `since` to before `until`."""
@@ -76,17 +74,12 @@ class Measures:
         self.current()
         return dict(sorted(self._seconds.items()))
 
-    def _finish(self, second: int) -> None:
-        if not second:
-            return
-        self._seconds.setdefault(second, Figures()).add(self._current)
-        self._total.add(self._current)
-        self._forget_old()
-
-    def _forget_old(self) -> None:
+    def _add(self, second: int, figures: Figures) -> None:
+        self._seconds.setdefault(second, Figures()).add(figures)
+        self._total.add(figures)
         horizon = int(self._now()) - KEPT_S
-        for second in [second for second in self._seconds if second < horizon]:
-            del self._seconds[second]
+        for old in [kept for kept in self._seconds if kept < horizon]:
+            del self._seconds[old]
 
 
 def chart_points(points: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
