@@ -12,7 +12,6 @@ from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, M
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
 from headrace.sampling import LENGTHS
-from headrace_predictor.engine.interface import EngineStatistics
 from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.generation.loaded_model import Engine, LoadedModel
 from headrace_predictor.generation.requests import (
@@ -23,7 +22,7 @@ from headrace_predictor.generation.requests import (
     read_request,
     write_response,
 )
-from headrace_predictor.models.served_model import ANY_CALLER, Caller, Responses
+from headrace_predictor.models.served_model import ANY_CALLER, Caller, Responses, ServedModel
 from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.steps_pb2 import Submission
@@ -35,8 +34,8 @@ _PROMPT_OUTPUTS = (
 )
 
 
-class GenerationModel:
-    """A ServedModel; it dies when its engine dies.
+class GenerationModel(ServedModel):
+    """It dies when its engine dies.
 
     `resumable`: for each sequence that can resume elsewhere, what ends it here with an error, after the tokens that it
     already has. `close` is for an adapter: it takes it out of the engine of its base, which stays.
@@ -51,11 +50,8 @@ class GenerationModel:
         self.resumable: set[Callable[[HeadraceError], None]] = set()
         self.loaded = loaded
         self.engine = loaded.engine
+        self.statistics = loaded.engine.statistics
         self._close = close or loaded.engine.close
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        return self.engine.statistics
 
     async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         with self._generation(request, caller) as (slot, observed):

@@ -38,14 +38,9 @@ ANY_CALLER = Caller()
 
 
 class ServedModel(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> ModelDescription: ...
-
-    @property
-    def statistics(self) -> RequestCounts: ...
+    name: str
+    description: ModelDescription
+    statistics: RequestCounts
 
     async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         """Returns the one response to a request."""
@@ -54,7 +49,8 @@ class ServedModel(Protocol):
         """Yields the responses to a request as they become available."""
 
     def hand_back(self) -> None:
-        """Ends with DrainingError every sequence that can resume elsewhere."""
+        """Ends with DrainingError every sequence that can resume elsewhere; most models have none."""
+        return
 
     async def warm_up(self) -> None:
         """Runs the model once; raises StartupError if it does not work."""

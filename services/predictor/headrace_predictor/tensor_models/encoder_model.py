@@ -27,9 +27,8 @@ from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedErr
 from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS, ModelDescription, check_names
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
-from headrace_predictor.engine.interface import RequestCounts
 from headrace_predictor.engine.state.in_flight import Scaling
-from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses, ServedModel
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.batching import BatchWorker
 from headrace_protos import inference_pb2 as pb
@@ -208,8 +207,8 @@ def _plain(ids: NDArray[np.int64]) -> Rows:
     return {INPUT_IDS: row, ATTENTION_MASK: np.ones_like(row)}
 
 
-class EncoderModel:
-    """A ServedModel; owns its thread."""
+class EncoderModel(ServedModel):
+    """Owns its thread."""
 
     def __init__(
         self, name: str, network: RowNetwork, description: ModelDescription, settings: PredictorSettings
@@ -229,10 +228,7 @@ class EncoderModel:
             # After a device error every later call fails too.
             fatal=(torch.AcceleratorError,),
         )
-
-    @property
-    def statistics(self) -> RequestCounts:
-        return self._worker.counts
+        self.statistics = self._worker.counts
 
     async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), caller.deadline)
@@ -246,9 +242,6 @@ class EncoderModel:
         response = await self.infer(request, caller)
         response.parameters[FINAL].bool_param = True
         yield response
-
-    def hand_back(self) -> None:
-        """Does nothing: the model's answers cannot resume elsewhere."""
 
     async def warm_up(self) -> None:
         ids = np.full((1, 1), self._limits.end_id or 0, dtype=np.int64)

@@ -54,7 +54,7 @@ from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import BYTES, Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
 from headrace.python_tensors import BadResultError, Response, as_mapping, as_tensor, write_response_parameters
 from headrace_predictor.engine.interface import EngineDeadError, Outcome, RequestCounts
-from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses, ServedModel
 from headrace_predictor.tensor_models.loop_thread import Channel, LoopThread, Mailbox, ReaderLeftError
 from headrace_predictor.tensor_models.python_code import PythonCode
 from headrace_protos import inference_pb2 as pb
@@ -122,8 +122,8 @@ class _Admission:
         self._slots.release()
 
 
-class PythonModel:
-    """A ServedModel; created on a thread that may block, used by one event loop."""
+class PythonModel(ServedModel):
+    """Created on a thread that may block, used by one event loop."""
 
     def __init__(self, name: str, folder: Path, max_running: int, max_waiting: int, timeout_s: float = 300.0) -> None:
         self.name = name
@@ -165,9 +165,6 @@ class PythonModel:
                 # A function returns one response; whether it has returned by now depends on thread timing.
                 response.parameters[FINAL].bool_param = last or not self._code.streams
                 yield response
-
-    def hand_back(self) -> None:
-        """Does nothing: the model's answers cannot resume elsewhere."""
 
     async def warm_up(self) -> None:
         """Does nothing: valid inputs are unknown; the file's `load` may test the model."""
