@@ -11,7 +11,6 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 
 from headrace.telemetry.gathered import Gathered, histogram
-from headrace.telemetry.identity import MODEL
 from headrace_predictor.engine.interface import Chunk, Timeline
 
 _OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
@@ -19,23 +18,15 @@ _PREEMPTIONS = "headrace.preemptions"
 _QUEUE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # Seconds.
 
 
-class GenerationTelemetry:
-    """Observes the generations of one model."""
-
-    def __init__(self, model: str, meter: Meter | None = None) -> None:
-        self._attributes = {MODEL: model}
-        description = "From a sequence's submission until the first step that computes it."
-        self._queue_duration = histogram(meter, "headrace.queue.duration", "s", description, _QUEUE_BUCKETS)
-
-    def observe(self, timeline: Timeline, span: Span) -> "ObservedGeneration":
-        """Observes a generation until its `end` is called; its events go to the span."""
-        return ObservedGeneration(timeline, span, self._queue_duration, self._attributes)
+def queue_durations(meter: Meter | None) -> Gathered:
+    description = "From a sequence's submission until the first step that computes it."
+    return histogram(meter, "headrace.queue.duration", "s", description, _QUEUE_BUCKETS)
 
 
 class ObservedGeneration:
-    """One generation; belongs to the task that reads it."""
+    """One generation until its `end` is called; belongs to the task that reads it. Its events go to the span."""
 
-    def __init__(self, timeline: Timeline, span: Span, queue_duration: Gathered, attributes: dict[str, str]) -> None:
+    def __init__(self, queue_duration: Gathered, attributes: dict[str, str], timeline: Timeline, span: Span) -> None:
         self._timeline = timeline
         self._queue_duration = queue_duration
         self._attributes = attributes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
@@ -12,6 +13,7 @@ from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, M
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
 from headrace.sampling import LENGTHS
+from headrace.telemetry.identity import MODEL
 from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.generation.loaded_model import Engine, LoadedModel
 from headrace_predictor.generation.requests import (
@@ -23,7 +25,7 @@ from headrace_predictor.generation.requests import (
     write_response,
 )
 from headrace_predictor.models.served_model import ANY_CALLER, Caller, Responses, ServedModel
-from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
+from headrace_predictor.telemetry import ObservedGeneration, queue_durations
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.steps_pb2 import Submission
 
@@ -46,7 +48,7 @@ class GenerationModel(ServedModel):
     ) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
-        self.telemetry = GenerationTelemetry(loaded.name, meter)
+        self.observe = partial(ObservedGeneration, queue_durations(meter), {MODEL: loaded.name})
         self.resumable: set[Callable[[HeadraceError], None]] = set()
         self.loaded = loaded
         self.engine = loaded.engine
@@ -104,7 +106,7 @@ class GenerationModel(ServedModel):
     ) -> Iterator[tuple[MergingSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
         slot = self.engine.submit(read_request(self.loaded, request, caller))
-        observed = self.telemetry.observe(slot.timeline, trace.get_current_span())
+        observed = self.observe(slot.timeline, trace.get_current_span())
         try:
             yield slot, observed
         finally:

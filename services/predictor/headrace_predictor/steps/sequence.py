@@ -71,7 +71,7 @@ class StepsSequence:
 
     def begin(self, model: GenerationModel, hand_back: Callable[[HeadraceError], None]) -> None:
         """The engine has the sequence from now on; `hand_back` takes the error with which the predictor ends it."""
-        self._observed = model.telemetry.observe(self.timeline, self._span)
+        self._observed = model.observe(self.timeline, self._span)
         model.resumable.add(hand_back)
         self._lease.callback(model.resumable.discard, hand_back)
 
