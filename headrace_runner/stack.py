@@ -147,18 +147,13 @@ class Stack:
 
         `on_ready` gets the name of each process when it is ready, Envoy's last: then the whole stack is ready.
         """
-        ready = asyncio.create_task(self._become_ready(on_ready or (lambda _: None)), name="readiness")
-        ended = asyncio.create_task(self.ended(), name="watch processes")
+        health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}
+        readiness = Readiness(self.settings, health)
         try:
-            done, _ = await asyncio.wait({ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
-            if not done:
-                raise TimeoutError(f"not ready within {timeout_s} s")
+            async with asyncio.timeout(timeout_s):
+                await self._become_ready(readiness, set(health), on_ready or (lambda _: None))
         finally:
-            for task in (ready, ended):
-                task.cancel()
-            await asyncio.gather(ready, ended, return_exceptions=True)
+            await readiness.close()
 
     async def ended(self) -> None:
         """Returns when the stack has been stopped; raises StartupError when a process cannot run."""
@@ -172,33 +167,32 @@ class Stack:
             await asyncio.gather(*(process.stop() for process in stage))
         self.folder.release()
 
-    async def _become_ready(self, on_ready: Callable[[str], None]) -> None:
-        health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}
-        readiness = Readiness(self.settings, health)
+    async def _become_ready(
+        self, readiness: "Readiness", waited_for: set[str], on_ready: Callable[[str], None]
+    ) -> None:
         report_at = time.monotonic() + _REPORT_S
-        waited_for = set(health)
         said: set[str] = set()
-        try:
-            while missing := await readiness.missing():
-                for name in sorted(waited_for - {*missing}):
-                    waited_for.remove(name)
-                    self._processes[name].has_served = True
-                    on_ready(name)
-                if time.monotonic() >= report_at:
-                    report_at += _REPORT_S
-                    for name in missing:
-                        line = self._processes[name].last_line() if name in self._processes else ""
-                        # That it listens is no reason why it is not ready; each other reason is said once.
-                        reason = "" if line.startswith("listening on ") else line
-                        if (text := f"waiting for {name}{reason and f': {reason}'}") not in said:
-                            said.add(text)
-                            self._say(text)
-                await asyncio.sleep(_POLL_S)
-            for name in (*sorted(waited_for), "envoy"):
+        while missing := await readiness.missing():
+            if any(task.done() for task in self._supervisions):
+                await self.ended()
+                return
+            for name in sorted(waited_for - {*missing}):
+                waited_for.remove(name)
                 self._processes[name].has_served = True
                 on_ready(name)
-        finally:
-            await readiness.close()
+            if time.monotonic() >= report_at:
+                report_at += _REPORT_S
+                for name in missing:
+                    line = self._processes[name].last_line() if name in self._processes else ""
+                    # That it listens is no reason why it is not ready; each other reason is said once.
+                    reason = "" if line.startswith("listening on ") else line
+                    if (text := f"waiting for {name}{reason and f': {reason}'}") not in said:
+                        said.add(text)
+                        self._say(text)
+            await asyncio.sleep(_POLL_S)
+        for name in (*sorted(waited_for), "envoy"):
+            self._processes[name].has_served = True
+            on_ready(name)
 
 
 def _check_rolled(before: StackSettings, after: StackSettings) -> None:
