@@ -13,6 +13,7 @@ from headrace_runner import settings as stack_settings
 from headrace_runner.command import access, chat, doctor, help_texts, models, records, start
 from headrace_runner.gateway import Gateway
 from headrace_runner.replay import options as replay_options
+from headrace_runner.replay.results import TROUBLE
 from headrace_runner.terminal import Painter, has_colours, short
 
 
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
-        raise SystemExit(1) from None
+        raise SystemExit(options.trouble) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         own = commands.add_parser(
             name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        own.set_defaults(run=run)
+        own.set_defaults(run=run, trouble=1)
         if calls:
             text = "host:port of the gateway; without it that of GATEWAY_BIND and GATEWAY_PORT (127.0.0.1:8080)"
             own.add_argument("--gateway", default="", metavar="ADDRESS", help=text)
@@ -101,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     since_text = f"{when}; default 1h, with --from all of the file"
     replay.add_argument("--since", type=records.since, metavar="TIME", help=since_text)
     replay_options.add_options(replay)
+    replay.set_defaults(trouble=TROUBLE)
 
     key = command("key", _key, "make a client's key", help_texts.KEY, calls=False)
     key.add_argument("name", metavar="NAME", help="of the client")
@@ -216,7 +218,7 @@ def _replay(options: argparse.Namespace) -> None:
     if options.since is None and options.file is None:
         options.since = records.since("1h")
     gateway = options.gateway or stack_settings.load().gateway
-    code = replay_options.run(options, gateway)
+    code = replay_options.replay(options, gateway)
     sys.stdout.flush()
     raise SystemExit(code)
 

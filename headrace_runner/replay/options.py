@@ -108,15 +108,6 @@ def replay(options: argparse.Namespace, gateway: str) -> int:
     return results.exit_code
 
 
-def run(options: argparse.Namespace, gateway: str) -> int:
-    """`replay`, with errors as one line on standard error and exit code 2."""
-    try:
-        return replay(options, gateway)
-    except StartupError as error:
-        sys.stderr.write(f"{error}\n")
-        return TROUBLE
-
-
 def _about(options: argparse.Namespace, gateway: str, seconds: float) -> dict[str, object]:
     since: datetime | None = options.since
     return {

@@ -98,10 +98,6 @@ class Results:
         self.weights: dict[str, str] = {}  # Fingerprints at the other stack, by model.
 
     @property
-    def compared(self) -> int:
-        return self.same + len(self.different)
-
-    @property
     def exit_code(self) -> int:
         if self.different or self.failed:
             return DIFFERENT
@@ -136,7 +132,7 @@ class Results:
         statuses = Counter(failure["status"] for failure in self.failed)
         return {
             "exit_code": self.exit_code,
-            "replayed": self.compared + len(self.failed),
+            "replayed": self.same + len(self.different) + len(self.failed),
             "same": self.same,
             "different": len(self.different),
             "failed": dict(statuses.most_common()),
