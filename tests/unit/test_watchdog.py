@@ -50,7 +50,7 @@ def watch():
     for one in made:
         one.end()
         one.join()
-        assert not one.thread.is_alive()
+        assert not one.is_alive()
 
 
 async def test_an_activity_without_progress_beyond_the_limit_is_stuck(clock, watch):

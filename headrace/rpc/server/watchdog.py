@@ -25,7 +25,7 @@ _LAG_EVERY_S = 0.1
 _LAGS = 100  # Ten seconds: longer than most pages' scrape interval, so that no delay falls between two scrapes.
 
 
-class Watchdog:
+class Watchdog(threading.Thread):
     """Calls `stuck()` once when `mark()` has not changed for `timeout_s`. A mark of None means that there is no work.
 
     Both are called on the watchdog's own thread.
@@ -34,29 +34,26 @@ class Watchdog:
     def __init__(
         self, name: str, timeout_s: float, mark: Callable[[], Hashable | None], stuck: Callable[[], None]
     ) -> None:
+        super().__init__(name=name, daemon=True)
         self._timeout_s = timeout_s
         self._mark = mark
         self._stuck = stuck
-        self._stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self.thread.start()
+        self._ends = threading.Event()
 
     def end(self) -> None:
         """Lets the thread end; any thread may."""
-        self._stop.set()
+        self._ends.set()
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = _JOIN_TIMEOUT_S) -> None:
         """Waits for that, seconds at most."""
-        self.thread.join(_JOIN_TIMEOUT_S)
+        super().join(timeout)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         interval_s = min(_LONGEST_INTERVAL_S, self._timeout_s / 4)
         still_s = 0.0
         seen = self._mark()
         looked_at = time.monotonic()
-        while not self._stop.wait(interval_s):
+        while not self._ends.wait(interval_s):
             now = time.monotonic()
             still_s += min(now - looked_at, 2 * interval_s)
             looked_at = now
