@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 
 import grpc
@@ -64,6 +64,7 @@ class PayloadTap:
         self._target, self._root = settings.logger, settings.payload_spool
         self._spool_max = settings.payload_spool_max
         self._drops = Drops()
+        self.dropped = self._drops.counts  # How many parts, by reason.
         looks_into = rules.redactions or rules.tensor_bytes or rules.tensor_digest is not Digest.OFF
         memory = settings.payload_queue_memory
         self._writer = PayloadWriter(
@@ -79,11 +80,6 @@ class PayloadTap:
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._opening: asyncio.Task[None] | None = None
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """How many parts were dropped, by reason."""
-        return self._drops.counts
 
     @property
     def queued_bytes(self) -> int:

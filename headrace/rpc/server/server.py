@@ -24,7 +24,6 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_gr
 
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import MESSAGE_OPTIONS
-from headrace.rpc.limits.client_limits import ClientLimits
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import RETIRE, Listeners, report_listening
@@ -100,6 +99,7 @@ class Server:
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
         self._admission = admission or Admission.of(settings)
+        self.limits = self._admission.limits  # What clients may do in a minute, as this process counts it.
         self.interceptor = Interceptor(hop, self._admission, ServerTelemetry())
         self.grpc = Listeners(_LISTENERS, (self.interceptor,), SERVER_OPTIONS, self._shares_port)
         self._others: list[tuple[OtherPort, int]] = []
@@ -117,11 +117,6 @@ class Server:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
-
-    @property
-    def limits(self) -> ClientLimits:
-        """What clients may do in a minute, as this process counts it."""
-        return self._admission.limits
 
     def add_port(self, other: OtherPort, port: int) -> None:
         """Has another server listen on a port of its own, for as long as this one does."""

@@ -28,7 +28,7 @@ class StepFrames:
         self.sequences: dict[Key, SequenceFrames] = {}  # Those that have not ended.
         self._send = send
         self._sending = threading.Lock()
-        self._frame = engine_pb2.EngineFrame()
+        self.frame = engine_pb2.EngineFrame()  # The rest of what is collected; who uses it holds the lock.
         self._steps: dict[int, _Step] = {}
         self._state: Callable[[], engine_pb2.EngineState] | None = None
         self._state_sent_at = 0.0
@@ -45,10 +45,10 @@ class StepFrames:
         """Sends what has been collected, if anything."""
         with self._sending:
             with self.lock:
-                frame, steps = self._frame, self._steps
+                frame, steps = self.frame, self._steps
                 if not (steps or frame.started):
                     return
-                self._frame, self._steps = engine_pb2.EngineFrame(), {}
+                self.frame, self._steps = engine_pb2.EngineFrame(), {}
             for channel, step in steps.items():
                 frame.steps.add(channel=channel, step=step.message().SerializeToString())
             if frame.ended or time.monotonic() - self._state_sent_at >= _STATE_S:
@@ -74,11 +74,6 @@ class StepFrames:
         if step is None:
             step = self._steps[channel] = _Step()
         return step
-
-    @property
-    def frame(self) -> engine_pb2.EngineFrame:
-        """The rest of what is collected; the caller holds the lock."""
-        return self._frame
 
     def _add_state(self, frame: engine_pb2.EngineFrame) -> None:
         if self._state is not None:

@@ -41,17 +41,13 @@ class LayerMatrix:
         self._held: Numbers | None = None  # While it is packed, panel by panel.
         if isinstance(found, Numbers):
             outputs, inputs = found.numbers.shape
-            self._grouped = GroupedMatrix(0 if found.minimums.size else 1, outputs, inputs, self._rows)
+            # As it is.
+            self.grouped = GroupedMatrix(0 if found.minimums.size else 1, outputs, inputs, self._rows)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """All of it, as numbers."""
         found = self._read()
         return (found if isinstance(found, Tensor) else torch.from_numpy(found.values())).to(dtype)
-
-    @property
-    def grouped(self) -> GroupedMatrix:
-        """As it is; only of integers."""
-        return self._grouped
 
     def _rows(self, first: int, end: int) -> Numbers:
         found = self._held or self._read()

@@ -179,19 +179,15 @@ class Channel(Generic[T]):
         self._weight = 0  # Of all of them.
         self._ended = False
         self._error: HeadraceError | None = None
-        self._left = False
+        self.left = False  # Nothing more will be read.
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-
-    @property
-    def left(self) -> bool:
-        return self._left
 
     async def put(self, item: T, weight: int = 1) -> None:
         """Adds an item of at most the capacity's weight once there is room; raises ReaderLeftError."""
         while True:
             with self._lock:
-                if self._left:
+                if self.left:
                     raise ReaderLeftError
                 if self._weight + weight <= self._capacity:
                     self._items.append((item, weight))
@@ -228,7 +224,7 @@ class Channel(Generic[T]):
     def leave(self) -> None:
         """Declares that nothing more will be read."""
         with self._lock:
-            self._left = True
+            self.left = True
             self._items.clear()
             self._weight = 0
             self._wake_writer()
