@@ -170,11 +170,6 @@ def write_error(error: HeadraceError, this_hop: str) -> StepsError:
     )
 
 
-def error_named(class_name: str, message: str) -> HeadraceError:
-    """An error of the class with this name; RequestFailedError if that is unknown."""
-    return _CLASSES.get(class_name, RequestFailedError)(message)
-
-
 def read_error(message: StepsError) -> HeadraceError:
     """The error that a message describes; RequestFailedError if its class is unknown."""
     error = _CLASSES.get(message.class_name, RequestFailedError)

@@ -18,7 +18,7 @@ from headrace.errors import (
     NotImplementedMethodError,
     RequestFailedError,
 )
-from headrace.frames import FrameConnection, error_named, write_error
+from headrace.frames import FrameConnection, read_error, write_error
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.generation.requests import complete
@@ -168,7 +168,8 @@ class TransformerSession:
         self._isolated += ((engine, number) for number in alone)
         self._put(step)
         for end in ended:
-            error = error_named(end.error, "the sequence failed") if end.error else None
+            failure = steps_pb2.StepsError(class_name=end.error, message="the sequence failed")
+            error = read_error(failure) if end.error else None
             if (found := self._forget(end.sequence.number)) is not None:
                 found[1].end(error, end.tokens)
 
