@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from headrace.clients import client_of
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
@@ -71,12 +72,8 @@ class PayloadLogServicer:
             "Get": grpc.unary_stream_rpc_method_handler(self.Get, GetPayloadRequest.FromString, _serialized),
             "Query": grpc.unary_stream_rpc_method_handler(self.Query, QueryPayloadsRequest.FromString, _serialized),
             "Tail": grpc.unary_stream_rpc_method_handler(self.Tail, TailPayloadsRequest.FromString, _serialized),
-            "Delete": grpc.unary_unary_rpc_method_handler(
-                self.Delete, DeletePayloadsRequest.FromString, DeletePayloadsResponse.SerializeToString
-            ),
-            "Usage": grpc.unary_unary_rpc_method_handler(
-                self.Usage, UsageRequest.FromString, UsageResponse.SerializeToString
-            ),
+            "Delete": grpc.unary_unary_rpc_method_handler(self.Delete, DeletePayloadsRequest.FromString, _serialized),
+            "Usage": grpc.unary_unary_rpc_method_handler(self.Usage, UsageRequest.FromString, _serialized),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PAYLOAD_LOG, handlers),))
 
@@ -165,7 +162,7 @@ def _not_its_own(client: str | None) -> ForbiddenError:
     return ForbiddenError(f"the client {client} may read and delete only its own records")
 
 
-def _serialized(response: Response) -> bytes:
+def _serialized(response: bytes | Message) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
