@@ -81,12 +81,8 @@ def read_lines(pieces: Iterable[bytes], done: Container[str] = ()) -> Iterator[L
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """The lines that are not empty, with their numbers from 1."""
-    number = 0
-    for piece in pieces:
-        for line in piece.removesuffix(b"\n").split(b"\n"):
-            number += 1
-            if line.strip():
-                yield number, line
+    lines = (line for piece in pieces for line in piece.removesuffix(b"\n").split(b"\n"))
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _read(line: bytes, number: int, endpoint: str) -> tuple[dict[str, Any], LineError | None]:

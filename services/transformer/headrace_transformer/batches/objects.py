@@ -6,7 +6,7 @@ Source: OpenAI's API reference for the shapes and the states.
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict
@@ -15,15 +15,7 @@ from headrace.clients import CLIENT, POLICY
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
-_TIMES: tuple[Status, ...] = (
-    "in_progress",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-)
+_TIMES = get_args(Status)[1:]  # Of the first state, `created_at`.
 
 
 def new_id(prefix: str) -> str:
