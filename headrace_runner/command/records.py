@@ -114,7 +114,8 @@ def as_line(record: pb.PayloadRecord, paint: Painter, width: int | None = None) 
     rest = f"{_tokens(record):>9} {_milliseconds(record):>18} {one_line(record.request_id, 36):<36} "
     room = _PREVIEW if width is None else max(width - len(line + outcome + rest) - 1, 0)
     preview = _preview(record, room) if room else ""
-    return f"{line}{paint(_colour(record), outcome)}{rest}{preview}".rstrip()
+    colour = GREEN if record.status in ("", "OK") else RED
+    return f"{line}{paint(colour, outcome)}{rest}{preview}".rstrip()
 
 
 def as_text(record: pb.PayloadRecord, paint: Painter) -> str:
@@ -204,10 +205,6 @@ def _preview(record: pb.PayloadRecord, width: int) -> str:
         return one_line(prompt, width)
     question = one_line(prompt, width // 2)
     return one_line(f"{question} → {record.text}", width)
-
-
-def _colour(record: pb.PayloadRecord) -> str:
-    return GREEN if record.status in ("", "OK") else RED
 
 
 def usage(gateway: Gateway, query: dict[str, Any]) -> pb.UsageResponse:

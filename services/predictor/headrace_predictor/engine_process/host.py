@@ -155,7 +155,7 @@ def light_imports() -> Iterator[None]:
     for name in ("transformers.utils", "transformers.utils.import_utils"):
         vars(import_module(name)).update(patches)
     # The compiler's submodules can be imported, but not its own code, which imports all of them. Numba looks for SciPy.
-    absent = {_COMPILER: _without_code(_COMPILER, _decorator), "scipy.linalg": None}
+    absent = {_COMPILER: _without_code(_COMPILER, lambda _: _unchanged), "scipy.linalg": None}
     absent = {name: module for name, module in absent.items() if name not in sys.modules}
     sys.modules |= absent
     try:
@@ -198,10 +198,6 @@ def _without_code(name: str, attribute: Callable[[str], Any]) -> Any:
     if name == _TRANSFORMERS:  # Its submodules read that.
         module.__version__ = version(name)
     return module
-
-
-def _decorator(_: str) -> Any:
-    return _unchanged
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
