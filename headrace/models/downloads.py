@@ -27,9 +27,9 @@ from headrace.errors import StartupError, StartupFault
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja")
 _GGUF = "*.gguf"
 LISTING = ".listing.json"
-_BEGINS_A_MODEL = ("config.json", "modules.json", "adapter_config.json")
+BEGINS_A_MODEL = ("config.json", "modules.json", "adapter_config.json")
 _ATTEMPTS = 3  # That bring nothing, one after another.
-_PROGRESS_INTERVAL_S = 2.0
+PROGRESS_INTERVAL_S = 2.0
 
 Report = Callable[[str], None]
 
@@ -114,7 +114,7 @@ def _fetch_files(folder: Path, files: Sequence[RemoteFile], show: Report) -> Non
     def progress(size: int) -> None:
         nonlocal next_report
         if time.monotonic() >= next_report or done + size == total:
-            next_report = time.monotonic() + _PROGRESS_INTERVAL_S
+            next_report = time.monotonic() + PROGRESS_INTERVAL_S
             show(f"fetched {(done + size) / 1e6:.1f} of {total / 1e6:.1f} MB")
 
     for file in missing:
@@ -207,7 +207,7 @@ def _earlier(place: Path, patterns: Sequence[str]) -> Path | None:
 
 def _model_folder(folder: Path) -> Path:
     """The folder itself, or the one below it that alone has a model."""
-    if any((folder / name).is_file() for name in _BEGINS_A_MODEL):
+    if any((folder / name).is_file() for name in BEGINS_A_MODEL):
         return folder
-    below = {path.parent for name in (*_BEGINS_A_MODEL, _GGUF) for path in folder.rglob(name)}
+    below = {path.parent for name in (*BEGINS_A_MODEL, _GGUF) for path in folder.rglob(name)}
     return below.pop() if len(below) == 1 else folder

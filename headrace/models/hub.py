@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import StartupError, StartupFault
+from headrace.models.downloads import BEGINS_A_MODEL, PROGRESS_INTERVAL_S, fetch_listed
 from headrace.models.downloads import Report as Report
-from headrace.models.downloads import fetch_listed
 from headrace.models.sources import GGUF_SUFFIX, ModelSource
 
 if TYPE_CHECKING:
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROGRESS_INTERVAL_S = 2.0
-_MODEL_FILES = (
-    "config.json",
-    "model.py",
-    "modules.json",
-    "adapter_config.json",
-)  # Any of these makes a folder a model.
+_MODEL_FILES = (*BEGINS_A_MODEL, "model.py")  # Any of these makes a folder a model.
 _NO_TEXT = "mmproj"  # Begins the names of files for images.
 _LATER_PART = re.compile(r"-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$")
 
@@ -150,7 +144,7 @@ def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:
 
     class Progress(tqdm_asyncio):  # type: ignore[type-arg]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            options |= {"mininterval": _PROGRESS_INTERVAL_S, "file": io.StringIO()}
+            options |= {"mininterval": PROGRESS_INTERVAL_S, "file": io.StringIO()}
             super().__init__(*arguments, **options)
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
