@@ -15,6 +15,19 @@ def names_of(ids, salt="", size=4, client=""):
     return names[1:]
 
 
+def test_only_the_known_beginning_is_found_and_whether_the_next_block_is_being_computed():
+    blocks = BlockManager(5, 4)
+    first, second, third = names_of(range(12))
+    held = [blocks.take() for _ in range(3)]
+    blocks.name(held[0], first)
+    blocks.name(held[2], third)
+    assert blocks.find([first, second, third]) == (held[:1], False)
+    blocks.announce([second])
+    assert blocks.find([first, second, third]) == (held[:1], True)
+    blocks.name(held[1], second)
+    assert blocks.find([first, second, third]) == (held, False)
+
+
 def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning():
     blocks = BlockManager(7, 4)
     old = [blocks.take() for _ in range(3)]
