@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from headrace.oip.prompt_scores import read_prompt
+from headrace_protos.headrace_pb2 import Usage
 from headrace_protos.steps_pb2 import PromptScores
-from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, usage_of
 from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
 from headrace_transformer.text.token_bytes import TokenBytes
 from headrace_transformer.text.tokenizer import TextTokenizer
@@ -105,6 +106,16 @@ def test_offsets_count_the_special_tokens_that_an_echoed_prompt_names(tokenizer,
     assert offsets[:3] == [0, 0, 4]
 
 
+def test_log_probabilities_of_a_message(tokenizer, model):
+    once, upon = ids_of(tokenizer, "Once upon")
+    top = [[(once, -1.0), (upon, -2.0)]]
+    made = text_chunk("Once", [once], "stop", model=model, logprobs=[-1.0], top_logprobs=top)
+    [entry] = chat(logprobs=True).whole(0, made)["logprobs"]["content"]
+    own = {"token": "Once", "logprob": -1.0, "bytes": list(b"Once")}
+    other = {"token": " upon", "logprob": -2.0, "bytes": list(b" upon")}
+    assert entry == own | {"top_logprobs": [own, other]}
+
+
 def test_log_probabilities_are_absent_unless_requested():
     made = text_chunk("Once", [5])
     assert completion().whole(0, made)["logprobs"] is None
@@ -123,3 +134,13 @@ def test_an_echo_comes_before_each_choice_once(tokenizer, model):
     made = text_chunk(" more", [5], model=model)
     assert [written.chunk(i, made, True)["text"] for i in range(4)] == ["One more", "One more", "Two more", "Two more"]
     assert written.chunk(0, made, False)["text"] == " more"
+
+
+def test_a_prompt_and_what_was_cached_of_it_count_once_for_all_its_choices():
+    usages = [Usage(prompt_tokens=tokens, cached_tokens=1, completion_tokens=10) for tokens in (5, 5, 7, 7)]
+    assert usage_of([text_chunk(reason="stop", usage=usage) for usage in usages], 2) == {
+        "prompt_tokens": 12,
+        "completion_tokens": 40,
+        "total_tokens": 52,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }

@@ -27,6 +27,7 @@ from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from tests.support.listening import listening
 from tests.support.methods import METHODS, Methods, answers_of
+from tests.support.status import refusal
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
@@ -74,6 +75,19 @@ async def test_class_origin_and_retry_delay_are_kept_over_two_hops(kind, error):
             with pytest.raises(type(error), match=error.message) as caught:
                 await answers_of(outer, kind)
     assert (caught.value.hop, caught.value.retry_after_ms) == ("predictor", error.retry_after_ms)
+
+
+async def test_an_error_leaves_the_trailing_metadata_of_its_handler():
+    async def then(context):
+        context.set_trailing_metadata((("x-request-id", "r1"),))
+        raise OverloadedError("queue full", retry_after_ms=20)
+
+    server = grpc.aio.server(interceptors=(Interceptor("predictor"),))
+    server.add_generic_rpc_handlers((Methods(then),))
+    async with listening(server) as address, grpc.aio.insecure_channel(address) as channel:
+        caught = await refusal(answers_of(channel, "stream"))
+    wanted = {"x-request-id": "r1", "x-failed-hop": "predictor", "x-http-status": "429", "retry-after-ms": "20"}
+    assert dict(caught.trailing_metadata()) == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from headrace.errors import ForbiddenError, NotFoundError, OverloadedError
+from headrace.errors import ForbiddenError, NotFoundError, NotReadyError, OverloadedError
 from headrace.rpc.client.channel import open_channel
 from headrace_logger.read_limits import FREE_BYTES, Readers
 from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
@@ -414,3 +414,7 @@ async def test_tails_with_stalled_readers_keep_their_places_and_others_are_refus
             async with tails.open(NOTHING, "c"):
                 pass
         assert len(tails) == 2
+    tails.end()
+    with pytest.raises(NotReadyError, match="the logger is stopping"):
+        async with tails.open(NOTHING):
+            pass

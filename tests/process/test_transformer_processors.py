@@ -17,6 +17,7 @@ from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each
+from tests.waiting import until
 
 CODE = """
     import numpy as np
@@ -156,11 +157,17 @@ async def test_inputs_that_are_not_declared_are_refused_before_its_code_runs(pro
         assert server.requests == []
 
 
-async def test_a_processor_without_its_model_is_not_ready(processor):
+async def test_a_processor_is_ready_while_its_model_is(processor):
     server = ForeignServer(ready=("ids",))
     async with foreign_server(server) as address, transformer(address, processors=processor) as (stub, _):
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="doubled"))).ready
         assert await code_of(stub.ModelInfer(word_request(b"a"))) is grpc.StatusCode.NOT_FOUND
+        # A server without an index is asked again and again.
+        server.ready.add("echo")
+        await until(lambda: stub.router.is_ready("doubled"))
+        assert await stub.ModelInfer(word_request(b"a"))
+        server.ready.clear()
+        await until(lambda: not stub.router.is_ready("doubled"))
 
 
 async def test_a_caller_that_leaves_keeps_its_thread_taken_until_the_code_ends():

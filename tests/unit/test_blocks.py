@@ -26,6 +26,8 @@ def test_only_the_known_beginning_is_found_and_whether_the_next_block_is_being_c
     assert blocks.find([first, second, third]) == (held[:1], True)
     blocks.name(held[1], second)
     assert blocks.find([first, second, third]) == (held, False)
+    blocks.release(held[1:2], forget=True)
+    assert blocks.find([first, second, third]) == (held[:1], False)
 
 
 def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning():
