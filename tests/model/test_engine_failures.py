@@ -186,3 +186,16 @@ async def test_if_the_probe_fails_the_engine_is_dead_and_no_request_is_to_blame(
     slots = [submit(engine, request(name)) for name in ("bad", "waiting")]
     assert [await outcome(slot) for slot in slots] == [HopBrokenError, NotReadyError]
     await dead(engine)
+
+
+@pytest.mark.parametrize("how", ["raises", "numbers"])
+async def test_if_other_requests_succeed_no_probe_is_needed(engine_of, how):
+    runner = Failing(how)
+    engine = engine_of(runner, max_running=16, max_waiting=32)
+    # The others are submitted before the bad one.
+    with engine._changed:
+        slots = submit_crowd(engine)
+        bad = submit(engine, request("bad"))
+    assert await outcome(bad) is RequestFailedError
+    await assert_crowd_is_unharmed(slots)
+    assert runner.probed_with == []

@@ -135,6 +135,7 @@ async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_o
             await slot.read()
         assert raised.value.retry_after_ms
         long.cancel()
+        await until(lambda: engine.statistics.cancelled == 1 and not engine.load.blocks_in_use)
 
 
 async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, slow_models):

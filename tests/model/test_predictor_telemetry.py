@@ -194,6 +194,19 @@ async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics
     assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
 
 
+async def test_totals_continue_at_the_engine_that_replaces_another(model_of, metrics):
+    served = ServedEngines()
+    observe_engines(served, metrics.meter)
+    old, new = model_of(FakeRunner()), model_of(FakeRunner())
+    for model in (old, new):
+        await model.warm_up()  # The self-test's own generation does not count.
+        served.add(model)
+        await read(model)
+    served.remove(old)
+    assert metrics.values_by(MODEL, "headrace.tokens") == {"fake": 24}
+    assert metrics.values_by(MODEL, "headrace.sequences.running") == {"fake": 0}
+
+
 async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics, engine_host):
     save_random_model("llama", tmp_path / "llama")
 

@@ -191,11 +191,14 @@ async def test_requests_that_outlast_the_drain_end_as_unavailable(models, code):
     async with models.serve("first", "endless", drain_s=0) as repository:
         await repository.load_all()
         own = variables(repository, "endless")
-        waiting = asyncio.create_task(_read_all(repository.get("endless")))
+        endless = repository.get("endless")
+        waiting = asyncio.create_task(_read_all(endless))
         await until(lambda: own["begun"])
         await repository.unload("endless")
         with pytest.raises(NotReadyError):
             await waiting
+        with pytest.raises(NotReadyError, match="was unloaded"):
+            await _read_all(endless)
         if code is BLOCKS:
             own["go"].set()
 

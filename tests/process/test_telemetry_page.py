@@ -32,6 +32,7 @@ def pages():
     yield open_page
     for page in opened:
         page.close()
+        assert not page._thread.is_alive()
 
 
 def worker(calls):

@@ -103,6 +103,9 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
         last = links.all[0].listed_at
         await until(lambda: asyncio.get_running_loop().time() > last + 0.5)
         assert links.choose(SUBMISSION, "").address == second
+        # An address that comes gets the first name that is free.
+        known[:] = [first, second]
+        await until(lambda: [link.address for link in links.all if link.loads] == [first, second])
 
 
 async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):

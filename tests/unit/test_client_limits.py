@@ -24,6 +24,15 @@ def alice(**limits):
     return Client("alice", Policy(**limits))
 
 
+def test_requests_in_flight_and_when_to_retry():
+    limits, client = ClientLimits(), alice(streams=1)
+    limits.begin(client)
+    with pytest.raises(OverloadedError, match="alice has 1 requests in flight") as error:
+        limits.begin(client)
+    assert error.value.retry_after_ms == 1000
+    limits.begin(Client("bob", Policy(streams=1)))
+
+
 def test_requests_in_a_second_and_when_to_retry():
     clock = Clock()
     limits, client = ClientLimits(clock), alice(requests_per_second=3, requests_per_minute=5)

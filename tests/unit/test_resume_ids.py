@@ -94,6 +94,12 @@ async def test_an_id_is_as_old_as_its_event_not_as_its_answer(monkeypatch):
             await identity(call(), BODY, early, has_ids=True)
 
 
+@pytest.mark.parametrize("has_ids", [False, True])
+async def test_answers_without_a_key_differ(has_ids):
+    identities = [await identity(call(), BODY, has_ids=has_ids) for _ in range(9)]
+    assert len({one.seed for one in identities}) == len({one.answer_id for one in identities}) == 9
+
+
 async def test_an_id_of_another_stack_is_refused_and_a_kept_key_is_shared(tmp_path):
     folder = tmp_path / "spool"
     kept = signer_of(None, folder)
