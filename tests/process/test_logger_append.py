@@ -58,6 +58,16 @@ async def channel(logger):
         yield channel
 
 
+async def test_an_acknowledged_record_is_committed(logger, channel):
+    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append()
+    for sequence in range(1, 21):
+        await call.write(sent(sequence))
+        assert (await call.read()).sequence == sequence
+        assert (SOURCE, sequence) in committed(logger.database)
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+
+
 async def test_the_requests_of_one_message_are_committed_and_acknowledged_together(logger, channel):
     message = sent(1)
     message.more.extend(sent(number) for number in range(2, 101))

@@ -145,6 +145,13 @@ async def test_a_line_is_held_until_its_record_can_have_arrived(store, logger):
     assert (record.record_id, record.gateway.details) == (record_id(1), "via_upstream")
 
 
+async def test_a_repeat_of_a_call_changes_nothing(store, logger):
+    stub, _, _ = logger
+    for _ in range(2):
+        await stub.Export(export_request({"call_id": "c"}, {"call_id": "c"}))
+    assert len(await everything(store)) == 1
+
+
 async def test_calls_that_never_got_an_id_are_records_of_their_own(store, logger):
     stub, _, _ = logger
     await stub.Export(export_request({"call_id": "-"}, {"call_id": "-"}))
