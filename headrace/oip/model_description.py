@@ -8,7 +8,7 @@ A user's code declares its tensors as `{"name": ("FP32", [-1, 3])}`, where -1 is
 tensor: `("FP32", [-1], {"optional": True})` is an input that may be left out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -149,9 +149,8 @@ def check_requested_outputs(request: pb.ModelInferRequest) -> None:
             )
 
 
-def check_names(kind: Literal["input", "output"], names: Iterable[str], known: Iterable[Any]) -> None:
+def check_names(kind: Literal["input", "output"], names: Iterable[str], known: Collection[Any]) -> None:
     """Refuses names of tensors that a model does not have."""
-    known = [*known]
     for name in names:
         if name not in known:
             verb, others = "takes" if kind == "input" else "gives", ", ".join(map(str, known)) or "none"

@@ -168,8 +168,9 @@ class TransformerSession:
         self._isolated += ((engine, number) for number in alone)
         self._put(step)
         for end in ended:
-            failure = steps_pb2.StepsError(class_name=end.error, message="the sequence failed")
-            error = read_error(failure) if end.error else None
+            error = None
+            if end.error:
+                error = read_error(steps_pb2.StepsError(class_name=end.error, message="the sequence failed"))
             if (found := self._forget(end.sequence.number)) is not None:
                 found[1].end(error, end.tokens)
 

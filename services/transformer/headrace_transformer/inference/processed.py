@@ -98,7 +98,7 @@ def _decoded(
         check_inputs(tensors, processor.inputs)
     outputs = [output.name for output in message.outputs]
     if processor.outputs is not None:
-        check_names("output", outputs, (each.name for each in processor.outputs))
+        check_names("output", outputs, [each.name for each in processor.outputs])
     inputs = {name: tensor.array for name, tensor in tensors.items()}
     for array in inputs.values():
         if array.dtype != object:
