@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from headrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError, StartupError
 from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.tokenizer_files import own_end_ids
 from headrace_predictor.generation.loading import load_generation
@@ -116,6 +116,20 @@ async def test_answers_are_those_of_generate(name, rules, saved):
             assert "generation_config_ignored" not in loaded.engine.description
         finally:
             loaded.engine.close()
+
+
+@pytest.mark.parametrize("start", [{"bos_token_id": 5}, {"bos_token_id": 6, "decoder_start_token_id": [5]}])
+async def test_the_decoder_starts_where_generate_does(start, saved):
+    folder, model = saved("bart")
+    stated = hf.GenerationConfig(do_sample=False, max_new_tokens=9, decoder_start_token_id=5)
+    expected = model.generate(torch.tensor([PROMPTS[0]]), generation_config=stated)[0].tolist()[1:]
+    loaded = load(folder, max_new_tokens=9, **start)
+    try:
+        assert await answer(loaded, PROMPTS[0]) == expected
+    finally:
+        loaded.engine.close()
+    with pytest.raises(StartupError, match=r"decoder_start_token_id=\[5, 6\] in its configuration is no token id"):
+        load(folder, decoder_start_token_id=[5, 6])
 
 
 async def test_a_request_has_precedence_over_the_lengths_of_the_file(saved):

@@ -155,6 +155,17 @@ def test_a_template_of_single_calls_gets_each_with_its_result(rule):
     assert text == f'U;{before}[f{{"a": "Bonn"}}]Bonn;[f{{"a": "Rome"}}]Rome;'
 
 
+@pytest.mark.parametrize("call_id", ["call_1", ""])
+def test_a_result_stays_in_its_turn_whatever_ids_calls_have(call_id):
+    def turn(*cities):
+        calls = [{"id": call_id, "function": {"name": "f", "arguments": f'{{"a": "{city}"}}'}} for city in cities]
+        answers = [("tool", city.upper(), json.dumps({"tool_call_id": call_id})) for city in cities]
+        return [("user", "U"), ("assistant", "", json.dumps({"tool_calls": calls})), *answers]
+
+    text = chat_templates.rendered([*turn("Bonn"), *turn("Rome", "Oslo")], "", "m", ONLY_ONE.replace("RULE", ""), {})
+    assert text == 'U;[f{"a": "Bonn"}]BONN;U;[f{"a": "Rome"}]ROME;[f{"a": "Oslo"}]OSLO;'
+
+
 WHOLE, PARTS = "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
 
 

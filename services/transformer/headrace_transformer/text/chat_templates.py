@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -80,17 +81,18 @@ def _with_calls(
 
 def _one_by_one(conversation: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The messages, each with one call at most and its result behind it, for a template of single calls."""
-    called: dict[str, list[dict[str, Any]]] = {}
-    for message in conversation:
-        if message["role"] == "tool":
-            called.setdefault(message.get("tool_call_id", ""), []).append(message)
-    for message in conversation:
+    given: set[int] = set()  # Where the results behind a call are. Ids may come again in later turns, or be empty.
+    for at, message in enumerate(conversation):
         calls = message.get("tool_calls") or ()
+        results = [*takewhile(lambda place: conversation[place]["role"] == "tool", range(at + 1, len(conversation)))]
         for number, call in enumerate(calls):
             one = message if number == 0 else {"role": message["role"], "content": ""}
             yield {**one, "tool_calls": [call]}
-            yield from called.pop(call.get("id", ""), ())
-        if not calls and (message["role"] != "tool" or called.pop(message.get("tool_call_id", ""), ())):
+            own = (place for place in results if conversation[place].get("tool_call_id", "") == call.get("id", ""))
+            if (place := next((place for place in own if place not in given), None)) is not None:
+                given.add(place)
+                yield conversation[place]
+        if not calls and at not in given:
             yield message
 
 

@@ -140,11 +140,13 @@ class EncoderDecoderRowRunner(_RowRunner):
 
 def decoder_start(model: Any) -> int:
     """The id from which an encoder-decoder model's decoder starts, as in `generate`; raises StartupError."""
-    generation, config = model.generation_config, model.config
-    starts = (getattr(source, "decoder_start_token_id", None) for source in (generation, config))
-    start: int | None = next((start for start in starts if start is not None), generation.bos_token_id)
-    if start is None:
-        raise StartupError("its configuration names no decoder_start_token_id")
+    stated, config = model.generation_config, model.config
+    starts = (stated.decoder_start_token_id, stated.bos_token_id, getattr(config, "decoder_start_token_id", None))
+    start: Any = next((start for start in starts if start is not None), None)
+    if isinstance(start, list) and len(start) == 1:  # One for each row.
+        (start,) = start
+    if not isinstance(start, int):
+        raise StartupError(f"decoder_start_token_id={start!r} in its configuration is no token id")
     return start
 
 
