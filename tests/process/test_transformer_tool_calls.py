@@ -1,6 +1,7 @@
 """Chats with tools and with reasoning: what the model is given, and how its answer is written, whole and streamed."""
 
 import json
+import shutil
 from contextlib import asynccontextmanager
 
 import orjson
@@ -145,6 +146,15 @@ async def test_calls_are_read_in_the_models_own_format(folders, name):
         ask.answers(ANSWERS["hermes"])
         message, reason, _ = await ask.message(tools=TOOLS, tool_choice="none")
         assert (message["content"], reason) == (ANSWERS["hermes"], "stop")
+
+
+async def test_an_end_token_that_is_not_special_has_no_text_either(folders, tmp_path):
+    folder = shutil.copytree(folders["hermes"], tmp_path / "model")
+    *_, end = Tokenizer.from_file(f"{folder}/tokenizer.json").encode("It rains in Rome!").ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    async with stack(folder) as ask:
+        ask.answers("It rains! Stop!")
+        assert (await ask.message())[:2] == ({"role": "assistant", "content": "It rains! Stop"}, "stop")
 
 
 async def test_a_reconnecting_client_gets_the_rest_of_the_same_calls(folders):

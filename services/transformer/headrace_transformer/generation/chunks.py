@@ -122,8 +122,8 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
 class Assembler:
     """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
 
-    The token that ends an answer, one of `stop_token_ids` or of the special tokens `end_ids`, is among its ids; its
-    text is in the answer's only with `includes_stop`. `parser` separates the answer's parts.
+    The token that ends an answer, one of `stop_token_ids` or of the model's `end_ids`, is among its ids; its text is in
+    the answer's only with `includes_stop`. `parser` separates the answer's parts.
     """
 
     detokenizer: Detokenizer

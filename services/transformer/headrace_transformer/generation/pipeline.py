@@ -7,7 +7,7 @@ admitted instead. Around it are telemetry, the payload log, and the delay of ref
 only loop over the tokens. Choices of one request share their prompt, see `SharedPrompt`.
 """
 
-from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -177,14 +177,12 @@ class Pipeline:
     def _assembler(self, request: TextRequest, prepared: Prepared) -> Assembler:
         origin, sampling, syntax = prepared.origin, prepared.sampling, prepared.syntax
         decoder, follows = origin.model.tokenizer.decoder, origin.prompt_ids
-        marks = syntax.marks(request.tools is not None)
         parser = None
         if request.has_parts:
             parser = syntax.parser(prepared.prompt_end, request.tools, request.default_seed)
-        kept: Mapping[int, str] = {} if parser is None else decoder.special_ids(marks)
-        end_ids: Container[int] = ()
-        if not request.skip_special_tokens:
-            end_ids, kept = decoder.special_texts.keys() - kept.keys(), decoder.special_texts
+        marks = () if parser is None else syntax.marks(request.tools is not None)
+        end_ids = [end for end, text in decoder.end_texts.items() if text not in marks]
+        kept = decoder.special_ids(marks) if request.skip_special_tokens else decoder.special_texts
         if origin.model.limits.is_encoder_decoder:
             follows = ()
         includes_stop = request.include_stop_str_in_output

@@ -95,6 +95,7 @@ class Decoder:
         self._added = frozenset(added)
         # All special tokens, by id. `id_to_token` would write them as the normalizer does.
         self.special_texts: Mapping[int, str] = {id: token.content for id, token in added.items() if token.special}
+        self.end_texts: Mapping[int, str] = {}  # Of the model's end tokens, by id.
         self._end = max(vocabulary.values(), default=-1) + 1
         # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
@@ -103,6 +104,10 @@ class Decoder:
             self.fallback = frozenset(token_id for token, token_id in vocabulary.items() if _FALLBACK.fullmatch(token))
         self._before = self._ordinary_id() if _joins_pieces(backend.decoder) else None
         self._pieces: dict[int, Piece | None] = {}
+
+    def set_end_ids(self, end_ids: Iterable[int]) -> None:
+        """Sets the ids that end an answer; not all are special tokens in every tokenizer."""
+        self.end_texts = {end: self._backend.id_to_token(end) or "" for end in end_ids}
 
     def skips(self, token_id: int) -> bool:
         """Whether the id has no text: a special token, or an id outside of the vocabulary."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, StartupError
-from headrace.models.generation_config import GENERATION_FILE, read_generation
+from headrace.models.generation_config import GENERATION_FILE, eos_ids_of, read_generation
 from headrace.models.hub import fetch
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sentence_files import SentenceFiles, read_sentence_files
@@ -88,6 +88,7 @@ def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Pa
     generation = read_generation(defaults_folder)
     limits = _limits(config, is_encoder_decoder)
     limits = limits and limits.with_defaults(generation)
+    tokenizer.decoder.set_end_ids(eos_ids_of(generation, folder, tokenizer.end_ids))
     return ModelText(tokenizer, defaults_of(generation, is_encoder_decoder), limits)
 
 

@@ -65,6 +65,7 @@ class TextTokenizer:
             raise StartupError(f"model {name}: {error}") from None
         self.backend: Any = files.backend
         self._files = files
+        self.end_ids = files.end_ids
         self._templates = dict(files.templates)
         self.decoder = Decoder(self.backend)
         self._name = name
