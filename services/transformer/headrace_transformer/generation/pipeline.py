@@ -7,7 +7,7 @@ admitted instead. Around it are telemetry, the payload log, and the delay of ref
 only loop over the tokens. Choices of one request share their prompt, see `SharedPrompt`.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
