@@ -53,6 +53,8 @@ def _convert(folder: Path) -> str:
         backend = _of_pieces(made, proto)
     if backend is None:
         raise ValueError(f"{type(made).__name__} has no fast version")
+    if proto is not None:
+        _compute_as_sentencepiece(backend, proto)
     if proto is not None and kind not in _PREPARE_TEXTS:
         _split_as_sentencepiece(backend, proto, is_legacy=config.get("legacy") is not False)
     if proto is not None:
@@ -108,6 +110,22 @@ def _sentencepiece(folder: Path) -> Any:
         except DecodeError:  # A vocabulary of tiktoken has the same name.
             continue
     return None
+
+
+def _compute_as_sentencepiece(backend: Tokenizer, proto: Any) -> None:
+    """Where transformers makes byte pairs of any model (Llama, Gemma), takes the file's own; raises ValueError."""
+    spec, model = proto.trainer_spec, backend.model
+    if spec.model_type == spec.WORD or spec.treat_whitespace_as_suffix:
+        raise ValueError("its SentencePiece model is one of whole words, or has spaces behind them")
+    if not isinstance(model, models.BPE):
+        return
+    if spec.model_type != spec.UNIGRAM:
+        model.unk_token = None if spec.byte_fallback else proto.pieces[spec.unk_id].piece
+    elif all(backend.token_to_id(piece.piece) == index for index, piece in enumerate(proto.pieces)):
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        backend.model = models.Unigram(pieces, spec.unk_id, spec.byte_fallback)
+    else:
+        raise ValueError("its ids are not those of its SentencePiece model")
 
 
 def _split_as_sentencepiece(backend: Tokenizer, proto: Any, is_legacy: bool) -> None:

@@ -170,6 +170,8 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer"}
 PIECES = [
     (LLAMA | {"legacy": True}, "llama", "tokenizer.model", 0, 2, ["<s>"]),
     ({"tokenizer_class": "T5Tokenizer", "model_type": "t5"}, "t5", "spiece.model", 0, 1, ["</s>"]),
+    (LLAMA, "unigram", "tokenizer.model", 0, 2, ["<s>"]),
+    (LLAMA, "bpe", "tokenizer.model", 0, 2, ["<s>"]),
 ]
 MORE_PIECES = [
     (LLAMA | {"legacy": False}, "llama", "tokenizer.model", 0, None, ["<s>"]),
@@ -239,6 +241,17 @@ def test_a_special_token_without_an_id_of_its_own_takes_none_from_the_unknown_on
         assert backend.token_to_id("<unk>") == slow.unk_token_id
         for text in ("the fox", "京 the"):
             assert backend.encode(text).ids == slow(text).input_ids
+
+
+@pytest.mark.parametrize("options", [{"model_type": "word"}, {"treat_whitespace_as_suffix": True}], ids=str)
+def test_pieces_that_no_library_splits_are_refused(tmp_path, options):
+    with (save(tmp_path, LLAMA) / "tokenizer.model").open("wb") as file:
+        texts = iter(["the fox and the dog"] * 9)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=texts, model_writer=file, vocab_size=50, hard_vocab_limit=False, minloglevel=2, **options
+        )
+    with pytest.raises(ValueError, match="is one of whole words, or has spaces behind them"):
+        read_tokenizer(tmp_path)
 
 
 REFUSED = {
