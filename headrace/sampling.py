@@ -37,6 +37,7 @@ CONTEXT_LENGTHS = (
     "max_sequence_length",
     "seq_length",
     "n_ctx",
+    "max_decoder_position_embeddings",
 )
 # The parameters that change the logits of single tokens.
 RESTRICTIONS = ("logit_bias", "allowed_token_ids", "bad_token_ids")

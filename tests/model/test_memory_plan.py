@@ -142,6 +142,7 @@ def test_a_scaling_of_positions_extends_the_context_unless_it_is_stated_scaled(s
         transformers.BloomConfig(seq_length=48),
         transformers.DbrxConfig(max_seq_len=48),
         transformers.T5Config(n_positions=48),
+        transformers.LEDConfig(max_decoder_position_embeddings=48),
     ],
 )
 def test_the_context_is_stated_under_each_familys_own_name(config):
