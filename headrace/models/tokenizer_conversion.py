@@ -113,11 +113,14 @@ def _sentencepiece(folder: Path) -> Any:
 
 
 def _compute_as_sentencepiece(backend: Tokenizer, proto: Any) -> None:
-    """Where transformers makes byte pairs of any model (Llama, Gemma), takes the file's own; raises ValueError."""
+    """Takes the file's algorithm where transformers makes byte pairs of any, or drops its bytes; raises ValueError."""
     spec, model = proto.trainer_spec, backend.model
     if spec.model_type == spec.WORD or spec.treat_whitespace_as_suffix:
         raise ValueError("its SentencePiece model is one of whole words, or has spaces behind them")
     if not isinstance(model, models.BPE):
+        if isinstance(model, models.Unigram) and spec.byte_fallback:
+            own = json.loads(backend.to_str())["model"]
+            backend.model = models.Unigram([*map(tuple, own["vocab"])], own["unk_id"], byte_fallback=True)
         return
     if spec.model_type != spec.UNIGRAM:
         model.unk_token = None if spec.byte_fallback else proto.pieces[spec.unk_id].piece

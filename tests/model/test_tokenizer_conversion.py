@@ -46,6 +46,7 @@ SENTENCEPIECE = {
     "gemma": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, **IDENTITY},
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
     "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+    "bytes": {"model_type": "unigram", "byte_fallback": True, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
     "bpe": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
 }
 
@@ -170,6 +171,7 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer"}
 PIECES = [
     (LLAMA | {"legacy": True}, "llama", "tokenizer.model", 0, 2, ["<s>"]),
     ({"tokenizer_class": "T5Tokenizer", "model_type": "t5"}, "t5", "spiece.model", 0, 1, ["</s>"]),
+    ({"tokenizer_class": "T5Tokenizer", "model_type": "t5"}, "bytes", "spiece.model", 0, 1, ["</s>"]),
     (LLAMA, "unigram", "tokenizer.model", 0, 2, ["<s>"]),
     (LLAMA, "bpe", "tokenizer.model", 0, 2, ["<s>"]),
 ]
@@ -191,7 +193,7 @@ def test_pieces_are_those_of_sentencepiece(made, tmp_path, config, model, file, 
     source = made / f"{model}.model"
     expected = pieces_of(source, shift, end)
     special = ["</s>"] if end is not None else []
-    unigram = processor_of(source) if model in ("t5", "unigram") else None
+    unigram = processor_of(source) if model in ("t5", "bytes", "unigram") else None
     read = check(save(tmp_path, config, **{file: source}), expected, *special, unigram=unigram)
     encoded = read.backend.encode("the fox")
     assert [token for token in encoded.tokens if token in around] == around
