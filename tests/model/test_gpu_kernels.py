@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_predictor.engine.gpu.operations import HeadNorms, Matrix, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import Matrix, Norm, Scores, Tokens
 from headrace_predictor.engine.runners.gpu_decoder import quantise
 from tests.support import plain_kernels as plain
 
@@ -48,13 +48,8 @@ class Step:
         begins = [0, *accumulate(counts)]
 
         def tiles(most):
-            parts = [
-                (begins[row] + at, min(most, count - at), row)
-                for row, count in enumerate(counts)
-                if count > 1
-                for at in range(0, count, most)
-            ]
-            return torch.tensor(parts, dtype=torch.int32, device=DEVICE)
+            tiles = [begins[row] + at for row, count in enumerate(counts) for at in range(0, count, most)]
+            return torch.tensor([*tiles, self.total], dtype=torch.int32, device=DEVICE)
 
         tensors = (tensor.int().to(DEVICE) for tensor in (table, owners, firsts, ends))
         self.tokens = Tokens(sum(count == 1 for count in counts), *tensors, tiles)
@@ -88,25 +83,23 @@ def test_attention_is_that_of_the_plain_one(heads, group, size, value_size, page
         scores = Scores(size**-0.5, 5.0 if kind == "cap" else 0.0, sinks, bias, by_position=kind == "position")
         queries = step.random(step.total, heads * group + 3, size)[:, 1 : 1 + heads * group]  # Of a wider row.
         arguments = queries, step.keys, step.values, step.tokens, scores
-        close(kernels.GpuOperations(is_exact).attend(*arguments), plain.attend(*arguments))
+        close(kernels.operations(is_exact).attend(*arguments), plain.attend(*arguments))
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
     step = Step(np.random.default_rng(3), 2, 16, 16, 32, torch.float32)
     queries = step.random(step.total, 4, 16)
-    attend = kernels.GpuOperations(is_exact).attend
+    attend = kernels.operations(is_exact).attend
     together = attend(queries, step.keys, step.values, step.tokens, Scores(0.25))
-    tokens = step.tokens
+    tokens, of_one = step.tokens, lambda most: torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     among = (
         tokens.decodes if not is_exact else step.total
     )  # Chunks have tiles of their own where that is not asked for.
     for i in range(among):
         one = slice(i, i + 1)
         table = tokens.table[tokens.owners[one].long()]
-        alone = Tokens(
-            1, table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], tokens.tiles
-        )
+        alone = Tokens(1, table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], of_one)
         answer = attend(queries[one], step.keys, step.values, alone, Scores(0.25))
         assert torch.equal(answer[0], together[i])
 
@@ -119,11 +112,11 @@ def test_queries_and_keys_are_turned_and_stored(dtype, has_norms):
     packed = step.random(step.total, (group + 2) * heads * size)
     angles = step.random(step.total, size // 2).float()
     rotary = tuple(turn(torch.cat((angles, angles), -1)).to(dtype) for turn in (torch.cos, torch.sin))
-    norms = HeadNorms(step.random(size), step.random(size), 1e-6) if has_norms else None
+    norm = Norm(step.random(2, size), 1e-6) if has_norms else None
     outcomes = []
     for operations in (kernels, plain):
         keys, values = step.keys.clone(), step.values.clone()
-        queries = operations.turn_and_store(packed.clone(), rotary, norms, keys, values, step.tokens)
+        queries = operations.turn_and_store(packed.clone(), rotary, norm, keys, values, step.tokens)
         outcomes.append((queries, keys, values))
     for ours, plains in zip(*outcomes, strict=True):
         close(ours, plains)
@@ -135,7 +128,7 @@ def test_queries_and_keys_are_turned_and_stored(dtype, has_norms):
 def test_norms_and_gates_are_those_of_torch(rows, size, dtype):
     step = Step(np.random.default_rng(7), 1, 16, 16, 32, dtype)
     hidden, added, weight = step.random(rows, size), step.random(rows, size), step.random(size)
-    arguments = hidden, added, weight, 1e-5
+    arguments = hidden, added, Norm(weight, 1e-5)
     for ours, plains in zip(kernels.add_norm(*arguments), plain.add_norm(*arguments), strict=True):
         close(ours, plains)
     close(kernels.gate(hidden), plain.gate(hidden))

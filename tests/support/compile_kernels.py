@@ -24,15 +24,15 @@ def cases(dtype):
     """Kernels with the types of their arguments, and their constants."""
     pointer = f"*{dtype}"
     attend = dict.fromkeys(("queries", "keys", "values", "sinks"), pointer) | {"totals": "*fp32"}
-    attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32") | {"bias": "*fp32"}
-    for rows, lanes, left_out in ((64, 1, {}), (64, 1, {"sinks": None, "bias": None}), (16, 16, {"tiles": None})):
+    attend |= dict.fromkeys(("table", "owners", "tiles", "firsts", "ends"), "*i32") | {"bias": "*fp32"}
+    for rows, lanes, left_out in ((64, 1, {}), (64, 1, {"sinks": None, "bias": None}), (16, 16, {})):
         own = attend | {"out": pointer if lanes == 1 else "*fp32"}
         yield paged_attention._attend, own, ATTENTION | left_out | {"tile_rows": rows, "lanes": lanes}
     joined = {"parts": "*fp32", "totals": "*fp32", "out": pointer}
     yield paged_attention._join, joined, {"value_size": 128, "lanes": 16, "value_width": 128}
-    names = ("packed", "queries", "cosines", "sines", "query_norm", "key_norm", "keys", "values")
+    names = ("packed", "queries", "cosines", "sines", "norms", "keys", "values")
     turn = dict.fromkeys(names, pointer) | dict.fromkeys(("table", "owners", "ends"), "*i32")
-    for norms in ({}, {"query_norm": None, "key_norm": None}):
+    for norms in ({}, {"norms": None}):
         constants = {"query_heads": 16, "key_heads": 8, "size": 128, "page": 32, "width": 128} | norms
         yield kernels._turn_and_store, turn, constants
     norm = dict.fromkeys(("hidden", "added", "weight", "total", "normed"), pointer)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorms, Matrix, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Norm, Scores, Tokens
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
@@ -32,15 +32,15 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores
 
 
 def turn_and_store(
-    packed: Tensor, rotary: tuple[Tensor, Tensor], norms: HeadNorms | None, keys: Tensor, values: Tensor, tokens: Tokens
+    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: Norm | None, keys: Tensor, values: Tensor, tokens: Tokens
 ) -> Tensor:
     heads, size, page = keys.shape[1:]
     parts = packed.view(len(packed), -1, size)
     queries, new_keys, new_values = parts.split((parts.shape[1] - 2 * heads, heads, heads), 1)
-    if norms is not None:
+    if norm is not None:
         queries, new_keys = (
-            F.rms_norm(part.float(), (size,), weight.float(), norms.epsilon)
-            for part, weight in ((queries, norms.query), (new_keys, norms.key))
+            F.rms_norm(part.float(), (size,), weight.float(), norm.epsilon)
+            for part, weight in zip((queries, new_keys), norm.weight, strict=True)
         )
     position = tokens.ends.long() - 1
     block, offset = tokens.table[tokens.owners.long(), position // page].long(), position % page
@@ -54,9 +54,9 @@ def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads.float() * cosines.float()[:, None] + torch.cat((-far, near), -1) * sines.float()[:, None]
 
 
-def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_norm(hidden: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     total = hidden + added
-    return total, F.rms_norm(total.float(), (len(weight),), weight.float(), epsilon).to(hidden.dtype)
+    return total, F.rms_norm(total.float(), total.shape[1:], norm.weight.float(), norm.epsilon).to(hidden.dtype)
 
 
 def gate(gate_up: Tensor) -> Tensor:

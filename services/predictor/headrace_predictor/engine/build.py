@@ -5,15 +5,13 @@ function (see proof.py), hybrid for those with recurrent states; encoder-decoder
 time for the rest. A model or memory that cannot be served raises StartupError here, with one line of text.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,13 +20,13 @@ from headrace.sampling import end_ids_of
 from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_linears, pack_mixtures
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.lookup import PromptLookup
-from headrace_predictor.engine.overlap import Overlap
-from headrace_predictor.engine.runners.decode_graphs import CudaRecorder
-from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder, quantise
+from headrace_predictor.engine.runners.decode_graphs import cuda_recorder
+from headrace_predictor.engine.runners.gpu_decoder import quantise
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
@@ -42,6 +40,7 @@ from headrace_predictor.engine.runners.streamed import (
     StreamedDecoder,
     open_file,
     packed_file,
+    unlike_gated,
     weight_format,
 )
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
@@ -49,9 +48,6 @@ from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.settings import PredictorSettings
-
-if TYPE_CHECKING:
-    from headrace_predictor.engine.gpu.kernels import GpuOperations
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +123,7 @@ def build_engine(
         flush,
         grammars,
         PromptLookup(manager) if looks_up else None,
-        Overlap(chooser) if chooser else None,
+        chooser,
     )
     size |= {"max_running": str(max_running), "block_tokens": str(BLOCK_TOKENS), "cache_blocks": str(manager.total)}
     streamed = runner.streamed if isinstance(runner, PagedRunner) else None
@@ -195,7 +191,7 @@ def _choose_runner(
     return runner, adapters, reason
 
 
-def prove_on_gpu(name: str, proof: Proof, settings: PredictorSettings) -> tuple[str | None, GpuOperations | None]:
+def prove_on_gpu(name: str, proof: Proof, settings: PredictorSettings) -> tuple[str | None, Operations | None]:
     """Why a decoder is not paged, None if it is; the kernels that compute it, None on a CPU.
 
     Without Triton, or where its kernels are not right for the model, attention copies keys and values, with a warning.
@@ -206,18 +202,16 @@ def prove_on_gpu(name: str, proof: Proof, settings: PredictorSettings) -> tuple[
         return proof.of_paged(), None
     asked = "PREDICTOR_EXACT" if settings.exact else f"PREDICTOR_WEIGHTS={settings.weights}"
     needed = settings.exact or settings.weights != "auto"
-    if needed and not GpuDecoder.takes(model):
-        raise StartupError(f"model {name}: {asked} on CUDA is for Llama, Mistral, Qwen 2 and Qwen 3")
+    if needed and (unlike := unlike_gated(model)) is not None:
+        raise StartupError(f"model {name}: {asked} on CUDA is for Llama, Mistral, Qwen 2 and Qwen 3: {unlike}")
     try:
         # The default differs between versions, and bits with it.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-        from headrace_predictor.engine.gpu.kernels import GpuOperations  # torch for CPUs has no Triton.
+        from headrace_predictor.engine.gpu import kernels  # torch for CPUs has no Triton.
 
-        operations = GpuOperations(settings.exact)
-        operations.check(model.device)
+        operations = kernels.operations(settings.exact)
         fault = proof.of_paged(operations)
-    except Exception as error:  # Of any kind: it needs a driver and a compiler.
-        logger.debug("Triton does not run", exc_info=True)
+    except Exception as error:  # Of any kind: what it loads may not fit the machine.
         fault = f"Triton does not run: {error}"
     if fault is None:
         return None, operations
@@ -234,7 +228,7 @@ def record_passes(name: str, runner: PagedRunner, rows: int, context: int) -> No
     started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
     try:
         with torch.inference_mode():
-            count = runner.record(CudaRecorder(), rows, context)
+            count = runner.record(cuda_recorder(), rows, context)
     except Exception as error:  # A layer that waits for the device, such as a loop over experts.
         logger.warning("model %s: decode passes are not recorded: %s", name, error)
         return

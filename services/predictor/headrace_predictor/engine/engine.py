@@ -37,9 +37,10 @@ from headrace_predictor.engine.interface import (
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.lookup import PromptLookup
-from headrace_predictor.engine.overlap import Overlap, is_plain
+from headrace_predictor.engine.overlap import is_plain, overlapped
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.interface import ModelRunner
+from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
@@ -68,7 +69,7 @@ class ContinuousBatchingEngine:
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
         lookup: PromptLookup | None = None,
-        overlap: Overlap | None = None,
+        chooser: PagedRunner | None = None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -99,7 +100,7 @@ class ContinuousBatchingEngine:
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars
         self._lookup = lookup
-        self._overlap = overlap
+        self._chooser = chooser
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._steps = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
@@ -229,14 +230,14 @@ class ContinuousBatchingEngine:
         self._begin_pass()
         if not rows:
             self._look_for_stuck(set())
-        elif self._overlap is None or not all(map(is_plain, rows)) or not self._decode(rows, self._overlap):
+        elif self._chooser is None or not all(map(is_plain, rows)) or not self._decode(rows, self._chooser):
             started = time.perf_counter()
             self._end_step(rows, self._steps.run(rows), started)
 
-    def _decode(self, rows: list[Row], overlap: Overlap) -> bool:
+    def _decode(self, rows: list[Row], runner: PagedRunner) -> bool:
         """Steps in which the same rows decode, until one has to be planned; whether there was any."""
         started = first = time.perf_counter()
-        for computed, outcome in overlap.steps(rows, self._follow):
+        for computed, outcome in overlapped(runner, rows, self._follow):
             if started != first:
                 self._scheduler.charge(computed)
                 self._meter.begin(computed, started)

@@ -45,50 +45,39 @@ def is_plain(row: Row) -> bool:
     )
 
 
-class Overlap:
-    """See the module; for the engine's thread."""
+def overlapped(
+    runner: PagedRunner, rows: list[Row], follow: Callable[[list[Row]], list[Row]]
+) -> Iterator[tuple[list[Row], Outcome]]:
+    """Rows and outcome of each step; each begins before the outcome of the one before is read.
 
-    def __init__(self, runner: PagedRunner) -> None:
-        self._runner = runner
+    `follow` has the rows of the next step, none where it has to be planned. A step that cannot begin ends them: the
+    plain step has the same error, and finds its cause.
+    """
+    pending = _begin(runner, rows)
+    while pending is not None:
+        next_rows = follow(pending.rows)
+        following = _begin(runner, next_rows, pending) if next_rows else None
+        tokens = zip(pending.rows, pending.read(), strict=True)
+        yield pending.rows, Outcome([Result(row, token, None) for row, token in tokens if row.sequence.blocks], [])
+        pending = following
 
-    def steps(self, rows: list[Row], follow: Callable[[list[Row]], list[Row]]) -> Iterator[tuple[list[Row], Outcome]]:
-        """Rows and outcome of each step; each begins before the outcome of the one before is read.
 
-        `follow` has the rows of the next step, none where it has to be planned. A step that cannot begin ends them: the
-        plain step has the same error, and finds its cause.
-        """
-        pending = self._begin(rows, None)
-        while pending is not None:
-            next_rows = follow(pending.rows)
-            following = self._begin(next_rows, pending) if next_rows else None
-            results = map(Result, pending.rows, pending.read(), [None] * len(pending.rows))
-            yield pending.rows, Outcome([result for result in results if result.row.sequence.blocks], [])
-            pending = following
-
-    def _begin(self, rows: list[Row], before: _Pending | None) -> _Pending | None:
-        positions = [row.start + 1 - len(row.sequence.ids) + len(row.sequence.output_ids) for row in rows]
+def _begin(runner: PagedRunner, rows: list[Row], before: _Pending | None = None) -> _Pending | None:
+    try:
         tokens = None if before is None else before.tokens
-        try:
-            if before is not None and len(rows) < len(before.rows):
-                places = {row.sequence: i for i, row in enumerate(before.rows)}
-                kept = on_device([places[row.sequence] for row in rows], np.int64, before.tokens.device)
-                tokens = before.tokens.index_select(0, kept)
-            chosen = self._runner.choose(rows, positions, tokens)
-            return _Pending(rows, chosen, _reading(chosen))
-        except Exception:
-            logger.warning("a step did not begin before the last one's end", exc_info=True)
-            return None
+        if before is not None and len(rows) < len(before.rows):
+            places = {row.sequence: i for i, row in enumerate(before.rows)}
+            kept = on_device([places[row.sequence] for row in rows], np.int64, before.tokens.device)
+            tokens = before.tokens.index_select(0, kept)
+        chosen = runner.choose(rows, tokens)
+        return _Pending(rows, chosen, _reading(chosen))
+    except Exception:
+        logger.warning("a step did not begin before the last one's end", exc_info=True)
+        return None
 
 
 def _reading(tokens: Tensor) -> Callable[[], list[int]]:
-    host = tokens.to("cpu", non_blocking=True)  # To pinned memory: nothing waits.
-    if not tokens.is_cuda:
-        return host.tolist
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    host = tokens.to("cpu", non_blocking=True, copy=True)  # To pinned memory: nothing waits.
+    copied = torch.get_device_module(tokens.device).Event()
     copied.record()
-
-    def read() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read
+    return lambda: copied.synchronize() or host.tolist()

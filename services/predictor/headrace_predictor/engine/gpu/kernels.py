@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorms, Matrix, Tokens
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Norm, Operations, Tokens
 from headrace_predictor.engine.gpu.paged_attention import LANES, attend
 
 # Tiles of `linear`: rows, outputs, inputs, and how many are loaded ahead. Bits depend on those of floats alone.
@@ -21,7 +21,7 @@ _FLOAT_TILE, _FEW_ROWS_TILE, _INT8_TILE = (64, 32, 64, 3), (16, 32, INT8_BLOCK, 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _turn_and_store(
-    packed, queries, cosines, sines, query_norm, key_norm, keys, values, table, owners, ends,
+    packed, queries, cosines, sines, norms, keys, values, table, owners, ends,
     epsilon, block_size, table_row,
     query_heads: tl.constexpr, key_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
@@ -41,8 +41,8 @@ def _turn_and_store(
         other = tl.where(d < half, d + half, d - half)  # The number that a number is turned with.
         first = vector.to(tl.float32)
         second = tl.load(source + other, mask=is_number, other=0.0).to(tl.float32)
-        if query_norm is not None:
-            norm = query_norm if head < query_heads else key_norm
+        if norms is not None:
+            norm = norms + tl.where(head < query_heads, 0, size)
             inverse = tl.rsqrt(tl.sum(first * first, 0) / size + epsilon)
             first *= inverse * tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
             second *= inverse * tl.load(norm + other, mask=is_number, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def _turn_and_store(
 
 
 def turn_and_store(
-    packed: Tensor, rotary: tuple[Tensor, Tensor], norms: HeadNorms | None, keys: Tensor, values: Tensor, tokens: Tokens
+    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: Norm | None, keys: Tensor, values: Tensor, tokens: Tokens
 ) -> Tensor:
     """Norms and turns queries and keys of `packed` [T, queries, keys and values]; stores keys and values.
 
@@ -66,9 +66,9 @@ def turn_and_store(
     heads, size, page = keys.shape[1:]
     all_heads = packed.shape[1] // size
     queries = packed.new_empty(len(packed), all_heads - 2 * heads, size)
-    query_norm, key_norm, epsilon = norms or (None, None, 0.0)
+    weights, epsilon = norm or (None, 0.0)
     _turn_and_store[len(packed), all_heads](
-        packed, queries, rotary[0].contiguous(), rotary[1].contiguous(), query_norm, key_norm,
+        packed, queries, rotary[0].contiguous(), rotary[1].contiguous(), weights,
         keys, values, tokens.table, tokens.owners, tokens.ends, epsilon, keys.stride(0), tokens.table.stride(0),
         query_heads=all_heads - 2 * heads, key_heads=heads, size=size, page=page, width=triton.next_power_of_2(size),
     )  # fmt: skip
@@ -89,11 +89,11 @@ def _add_norm(hidden, added, weight, total, normed, epsilon, size: tl.constexpr,
     tl.store(normed + row + d, (vector * inverse * factor).to(normed.dtype.element_ty), mask=d < size)
 
 
-def add_norm(hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum [T, n], and its root mean square norm times `weight` [n]."""
+def add_norm(hidden: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The sum [T, n], and its norm."""
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     rows, size = hidden.shape
-    _add_norm[(rows,)](hidden, added, weight, total, normed, epsilon, size=size, width=triton.next_power_of_2(size))
+    _add_norm[(rows,)](hidden, added, norm.weight, total, normed, norm.epsilon, size, triton.next_power_of_2(size))
     return total, normed
 
 
@@ -146,11 +146,14 @@ def _linear(
     tl.store(out + row[:, None] * outputs + output[None], sums.to(out.dtype.element_ty), mask=is_number)
 
 
-def linear(x: Tensor, matrix: Matrix) -> Tensor:
+def linear(x: Tensor, matrix: Matrix, is_exact: bool = True) -> Tensor:
     """x [T, inputs] to x·weightᵀ + bias [T, outputs], so that a row's bits do not depend on the others.
 
-    With int8 weights the inputs become int8 too, INT8_BLOCK with one scale, as on the CPU, and the same sums.
+    With int8 weights the inputs become int8 too, INT8_BLOCK with one scale, as on the CPU, and the same sums. Floats
+    that need not be exact are the library's.
     """
+    if matrix.scales is None and not is_exact:
+        return F.linear(x, matrix.weight, matrix.bias)
     x, out = x.contiguous(), x.new_empty(len(x), len(matrix.weight))
     tile = _FLOAT_TILE if matrix.scales is None else _FEW_ROWS_TILE if len(x) <= _FEW_ROWS_TILE[0] else _INT8_TILE
     _linear[triton.cdiv(out.shape[1], tile[1]), triton.cdiv(len(x), tile[0])](
@@ -161,22 +164,7 @@ def linear(x: Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
-class GpuOperations:
+def operations(is_exact: bool) -> Operations:
     """The operations by these kernels; with `is_exact`, bits of a row that do not depend on the other rows."""
-
-    turn_and_store, add_norm, gate = staticmethod(turn_and_store), staticmethod(add_norm), staticmethod(gate)
-
-    def __init__(self, is_exact: bool) -> None:
-        self.attend = partial(attend, lanes=1 if is_exact else LANES)
-        self._is_exact = is_exact
-
-    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """See `linear`; floats by the library unless it is to be exact."""
-        takes = self._is_exact or matrix.scales is not None
-        return linear(x, matrix) if takes else F.linear(x, matrix.weight, matrix.bias)
-
-    def check(self, device: torch.device) -> None:
-        """Compiles and runs kernels; raises where Triton or its compiler cannot."""
-        numbers = torch.ones(2, 2, device=device)
-        if not torch.allclose(gate(numbers), F.silu(numbers[:, :1])):
-            raise RuntimeError("a kernel is wrong")
+    products = partial(linear, is_exact=is_exact)
+    return Operations(partial(attend, lanes=1 if is_exact else LANES), products, turn_and_store, add_norm, gate)

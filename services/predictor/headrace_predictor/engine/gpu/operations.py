@@ -45,11 +45,10 @@ class Scores(NamedTuple):
         return self.bias[:, places.clamp(0, last)].transpose(0, 1)
 
 
-class HeadNorms(NamedTuple):
-    """Root mean square norms of each query and each key head: weights [head size]."""
+class Norm(NamedTuple):
+    """A root mean square norm: weights [n]; [2, head size] for each query head and each key head."""
 
-    query: Tensor
-    key: Tensor
+    weight: Tensor
     epsilon: float
 
 
@@ -58,8 +57,8 @@ class Tokens:
     """The tokens of a step, int32 on the model's device: first `decodes` tokens of as many sequences, then chunks.
 
     `table` [sequences, blocks]; of each token, `owners` is its row of the table, and it attends to the positions from
-    `firsts` to before `ends`, the last of which is its own. `tiles(n)`: the chunks in tiles of up to n tokens,
-    [tiles, 3]: first token, number of tokens, row of the table.
+    `firsts` to before `ends`, the last of which is its own. `tiles(n)` [tiles + 1]: where tiles of one sequence begin,
+    and the last one ends: those that decode, then chunks in tiles of up to n tokens.
     """
 
     decodes: int
@@ -71,3 +70,13 @@ class Tokens:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tokens, Scores], Tensor]
+
+
+class Operations(NamedTuple):
+    """The functions of kernels.py."""
+
+    attend: Attend
+    linear: Callable[[Tensor, Matrix], Tensor]
+    turn_and_store: Callable[[Tensor, tuple[Tensor, Tensor], Norm | None, Tensor, Tensor, Tokens], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Norm], tuple[Tensor, Tensor]]
+    gate: Callable[[Tensor], Tensor]

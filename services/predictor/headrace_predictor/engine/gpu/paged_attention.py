@@ -24,21 +24,18 @@ _LEAST_PART = tl.constexpr(256)  # Keys.
 _KEYS = tl.constexpr(32)  # At once.
 
 
-@triton.jit(do_not_specialize=["table_row"])  # It differs from step to step, and each kind would be compiled.
+@triton.jit(do_not_specialize=["table_row", "first_tile"])  # Each kind of what differs would be compiled.
 def _attend(
-    queries, keys, values, table, tiles, firsts, ends, sinks, bias, out, totals,
-    scale, cap, block_size, table_row, bias_row,
+    queries, keys, values, table, owners, tiles, firsts, ends, sinks, bias, out, totals,
+    scale, cap, block_size, table_row, bias_row, first_tile,
     group: tl.constexpr, size: tl.constexpr, value_size: tl.constexpr, page: tl.constexpr,
     width: tl.constexpr, value_width: tl.constexpr, tile_rows: tl.constexpr, lanes: tl.constexpr,
     by_position: tl.constexpr,
 ):  # fmt: skip
-    tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if tiles is None:
-        begin, count, owner = tile, 1, tile
-    else:
-        begin = tl.load(tiles + 3 * tile)
-        count = tl.load(tiles + 3 * tile + 1)
-        owner = tl.load(tiles + 3 * tile + 2)
+    tile, head, lane = tiles + first_tile + tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(tile)
+    count = tl.load(tile + 1) - begin
+    owner = tl.load(owners + begin)
     row = tl.arange(0, tile_rows)
     is_row = row < count * group
     token = begin + row // group
@@ -125,28 +122,27 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores
     bias_row = 0 if scores.bias is None else scores.bias.stride(0)
     out = queries.new_empty(count, query_heads, value_size)
 
-    def launch(tiles: Tensor | None, number: int, rows: int, lanes: int, out: Tensor, totals: Tensor | None) -> None:
-        _attend[number, heads, lanes](
-            queries, keys, values, tokens.table, tiles, tokens.firsts, tokens.ends, scores.sinks, scores.bias, out,
-            totals, scores.scale, scores.cap, keys.stride(0), tokens.table.stride(0), bias_row,
+    least = max(_LEAST_ROWS, next_power_of_2(group))
+    most = least if lanes == 1 else max(least, _PROMPT_BYTES // (width * queries.itemsize))
+    tiles = tokens.tiles(max(1, most // group))
+    divided = 0 if lanes == 1 else tokens.decodes  # Tiles whose keys are.
+
+    def launch(first: int, end: int, rows: int, lanes: int, out: Tensor, totals: Tensor | None = None) -> None:
+        _attend[end - first, heads, lanes](
+            queries, keys, values, tokens.table, tokens.owners, tiles, tokens.firsts, tokens.ends, scores.sinks,
+            scores.bias, out, totals, scores.scale, scores.cap, keys.stride(0), tokens.table.stride(0), bias_row, first,
             group=group, size=size, value_size=value_size, page=page,
             width=width, value_width=value_width, tile_rows=rows, lanes=lanes, by_position=scores.by_position,
             # What is loaded ahead is in shared memory, of which some GPUs have 99 KiB.
             num_stages=3 if width * queries.itemsize <= _AHEAD_BYTES else 1,
         )  # fmt: skip
 
-    least = max(_LEAST_ROWS, next_power_of_2(group))
-    decodes = tokens.decodes
-    if decodes and lanes == 1:
-        launch(None, decodes, least, 1, out, None)
-    elif decodes:
+    if divided:
         parts, totals = (
-            torch.empty(decodes, query_heads, lanes, n, dtype=torch.float32, device=out.device) for n in (value_size, 2)
+            torch.empty(divided, query_heads, lanes, n, dtype=torch.float32, device=out.device) for n in (value_size, 2)
         )
-        launch(None, decodes, least, lanes, parts, totals)
-        _join[(decodes * query_heads,)](parts, totals, out, value_size, value_width, lanes)
-    if decodes < count:
-        rows = least if lanes == 1 else max(least, _PROMPT_BYTES // (width * queries.itemsize))
-        tiles = tokens.tiles(max(1, rows // group))
-        launch(tiles, len(tiles), rows, 1, out, None)
+        launch(0, divided, least, lanes, parts, totals)
+        _join[(divided * query_heads,)](parts, totals, out, value_size, value_width, lanes)
+    if divided < len(tiles) - 1:
+        launch(divided, len(tiles) - 1, most, 1, out)
     return out

@@ -92,15 +92,13 @@ class StepPlan:
         )
 
     def tiles(self, most: int) -> Tensor:
-        """The chunks in tiles of up to `most` tokens, see `Tokens`."""
+        """Where tiles of up to `most` tokens begin, see `Tokens`."""
 
         def divided() -> Tensor:
-            parts = [
-                (chunk.at + first, min(most, chunk.count - first), chunk.owner)
-                for chunk in self.chunks
-                for first in range(0, chunk.count, most)
-            ]
-            return on_device(parts, np.int32, self.ends.device)
+            if not self.chunks:  # A recorded pass may not read the host's memory.
+                return torch.arange(self.decodes + 1, dtype=torch.int32, device=self.ends.device)
+            begins = (at for chunk in self.chunks for at in range(chunk.at, chunk.at + chunk.count, most))
+            return on_device([*range(self.decodes), *begins, len(self.ends)], np.int32, self.ends.device)
 
         return self._once(("tiles", most), divided)
 

@@ -1,10 +1,10 @@
 """Recorded decode passes: on CUDA, launching its many small kernels dominates a step; a graph launches all at once.
 
 A pass is recorded at start for each bucket of rows, with the choice of tokens: of the likeliest, and of drawn ones. It
-reads buffers at fixed addresses; its last operation writes the chosen tokens where the next one reads its ids. A step
-copies only what differs: the ends of its tokens, changed rows of the table, and ids unless the pass before left them.
-Rows that only pad a bucket read and write block 0, which no sequence owns. The recorded code is the code that runs
-without graphs; `record` is a parameter so that buckets and buffers can be tested without a GPU.
+reads and writes buffers at fixed addresses: the tokens that it chooses are the ids of the next one. A step copies only
+what differs: the ends of its tokens, changed rows of the table, and ids unless the pass before left them. Rows that
+only pad a bucket read and write block 0, which no sequence owns. The recorded code is the code that runs without
+graphs; `record` is a parameter so that buckets and buffers can be tested without a GPU.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,8 @@ from headrace_predictor.engine.sampling.sampler import choose
 from headrace_predictor.engine.state.cache import KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row
 
-# What a pass leaves until the next one runs: logits [rows, vocabulary], and the tokens [rows] chosen by them.
-Pass = tuple[Tensor, Tensor]
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]
-Record = Callable[[Callable[[], Pass]], Callable[[], Pass]]
+Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 _TOLERANCE = 0.05  # Of the logits' size: libraries may choose other products.
 _NOTHING: list[int] = []  # The blocks of a row that pads.
@@ -36,40 +34,33 @@ def row_bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // step) * step
 
 
-class CudaRecorder:
-    """Records the kernels that a function launches; all graphs share one pool of memory, the largest is to be first."""
+def cuda_recorder() -> Record:
+    """A function that records the kernels which another one launches; what it returns launches them again.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # cuBLAS keeps memory for each.
+    It raises where the host waits for the device: after an error within a recording torch's allocator would not
+    recover. All graphs share one pool of memory, the largest is to be first.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # cuBLAS keeps memory for each.
 
-    def __call__(self, compute: Callable[[], Pass]) -> Callable[[], Pass]:
-        """The returned function launches them again, into the same output. Raises where the host waits for the device.
-
-        After an error within a recording torch's allocator would not recover: what waits is found before.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def record(compute: Callable[[], None]) -> Callable[[], None]:
         waits = torch.cuda.get_sync_debug_mode()
-        with torch.cuda.stream(self._stream):
-            compute()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             torch.cuda.set_sync_debug_mode("error")
             try:
                 compute()
             finally:
                 torch.cuda.set_sync_debug_mode(waits)
-        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # Whatever happens it is the current one again.
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            output = compute()
+            compute()
+        return graph.replay
 
-        def replay() -> Pass:
-            graph.replay()
-            return output
-
-        return replay
+    return record
 
 
 class DecodeGraphs:
@@ -83,28 +74,24 @@ class DecodeGraphs:
         self._attend = attend
         self.rows = rows
         most, device = row_bucket(rows), cache.device
-        self._ids = torch.zeros(1, most, dtype=torch.long, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.long, device=device)  # Those of a pass, the ids of the next one.
         self._ends = torch.ones(most, dtype=torch.int32, device=device)
         self._owners = torch.arange(most, dtype=torch.int32, device=device)
         self._table = torch.zeros(most, blocks, dtype=torch.int32, device=device)
         self._host_table = BlockTable()
         self._drawn = torch.zeros(2, most, dtype=torch.float64, device=device)  # Temperatures, uniform numbers.
         self._logits = self._forward_of(most).clone()  # Of all passes: those of each would take as much memory again.
-        buckets = sorted({row_bucket(count) for count in range(1, rows + 1)}, reverse=True)
-        self._passes = {
-            (bucket, draws): record(partial(self._compute, bucket, draws))
-            for bucket in buckets
-            for draws in (True, False)
-        }
+        keys = {(row_bucket(count), draws) for count in range(1, rows + 1) for draws in (True, False)}
+        self._passes = {key: record(partial(self._compute, *key)) for key in sorted(keys, reverse=True)}
 
     def __len__(self) -> int:
         return len(self._passes)
 
-    def run(self, rows: Rows[Row], ids: Tensor | None, drawn: Rows[tuple[float, float]] = ()) -> Pass:
-        """Computes rows with one id each.
+    def run(self, rows: Rows[Row], ids: Tensor, drawn: Rows[tuple[float, float]] = ()) -> tuple[Tensor, Tensor]:
+        """Computes rows with one of `ids` [rows] each; the logits [rows, vocabulary], and the tokens [rows] chosen.
 
-        `ids` [rows]; None: the tokens of the pass before, of the same rows. `drawn`: temperatures and uniform
-        numbers; where the temperature is 0, and without them, the likeliest token is chosen.
+        Both are overwritten by the next pass. `ids` may be such tokens. `drawn`: temperatures and uniform numbers;
+        where the temperature is 0, and without them, the likeliest token is chosen.
         """
         count, device = len(rows), self._cache.device
         bucket = row_bucket(count)
@@ -115,32 +102,30 @@ class DecodeGraphs:
             contents = on_device(self._host_table.array[changed, :width], np.int32, device)
             self._table[:, :width].index_copy_(0, on_device(changed, np.int64, device), contents)
         self._ends[:bucket] = on_device([row.start + 1 for row in rows] + [1] * padding, np.int32, device)
-        if ids is not None:
-            self._ids[0, :count] = ids
+        self._tokens[:count] = ids  # torch copies nothing to its own place.
         draws = any(temperature for temperature, _ in drawn)
         if draws:
             self._drawn[:, :count] = on_device(drawn, np.float64, device).T
-        logits, tokens = self._passes[bucket, draws]()
-        return logits[:count], tokens[:count]
+        self._passes[bucket, draws]()
+        return self._logits[:count], self._tokens[:count]
 
     def _forward_of(self, rows: int) -> Tensor:
         # A plan caches derived tensors, so each pass needs its own.
         ends = self._ends[:rows]
         plan = StepPlan(self._cache, rows, [], self._table[:rows], self._owners[:rows], ends, attend=self._attend)
-        return self._forward(self._ids[:, :rows], (ends.long() - 1)[None], plan)
+        return self._forward(self._tokens[None, :rows].clamp(min=0), (ends.long() - 1)[None], plan)
 
-    def _compute(self, rows: int, draws: bool) -> Pass:
+    def _compute(self, rows: int, draws: bool) -> None:
         logits = self._logits[:rows].copy_(self._forward_of(rows))
-        tokens = choose(logits, *(self._drawn[:, :rows] if draws else ()))
-        self._ids[0, :rows] = tokens.clamp(min=0)
-        return logits, tokens
+        self._tokens[:rows] = choose(logits, *(self._drawn[:, :rows] if draws else ()))
 
     def check(self) -> None:
-        """Raises RuntimeError if a recorded pass has other numbers than the same pass without a recording."""
+        """Raises AssertionError if a recorded pass has other numbers than the same pass without a recording."""
         for rows, draws in (max(self._passes), min(self._passes)):
-            self._ids.zero_()
-            expected = self._compute(rows, draws)[0].clone()
-            self._ids.zero_()
-            error = (self._passes[rows, draws]()[0] - expected).abs().max()
-            if not bool(error <= _TOLERANCE * expected.abs().max()):
-                raise RuntimeError(f"a recorded pass of {rows} rows has other logits")
+            logits = []
+            for compute in (self._passes[rows, draws], partial(self._compute, rows, draws)):
+                self._tokens.zero_()
+                compute()
+                logits.append(self._logits[:rows].clone())
+            atol, fault = _TOLERANCE * float(logits[1].abs().max()), f"a recorded pass of {rows} rows has other logits"
+            torch.testing.assert_close(*logits, rtol=0, atol=atol, msg=fault)

@@ -5,29 +5,25 @@ Tokens of all rows are packed into one row of ids with explicit positions; only 
 ends and the next begins. `proof.py` verifies at load that this is right for the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_predictor.engine.adapters import AdapterHooks, Adapters
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.runners.streamed import StreamedDecoder
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, unlike_gated
 from headrace_predictor.engine.sampling.sampler import choose_each, uniform
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, on_device
-from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
-
-if TYPE_CHECKING:
-    from headrace_predictor.engine.gpu.kernels import GpuOperations
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
 _FEW_TOKENS = 16  # Of a pass that is recorded: with more the products take most of the time.
 _TRIED = 8  # Ids of the test whether logits are exact: a model may have few positions.
@@ -49,7 +45,7 @@ class PagedRunner(ModelRunner):
         rotary: SequenceRotary | None = None,
         streamed: StreamedDecoder | None = None,
         tells_positions: bool = False,
-        operations: GpuOperations | None = None,
+        operations: Operations | None = None,
     ) -> None:
         """After `find_reaches`. With `tells_positions`, the model gets positions by `PackedPositions` too.
 
@@ -59,7 +55,7 @@ class PagedRunner(ModelRunner):
         self._model = model
         # Before the cache takes the rest of the memory; in a proof in wider numbers than the model's.
         self._gpu = None
-        if operations is not None and GpuDecoder.takes(model):
+        if operations is not None and unlike_gated(model) is None:
             self._gpu = GpuDecoder(model, operations, shape.dtype)
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._attend = None if operations is None else operations.attend
@@ -70,7 +66,6 @@ class PagedRunner(ModelRunner):
         self.repeats = streamed is None and rotary is None and not tells_positions
         self.scaling = None if rotary is None else rotary.scaling
         self._graphs: DecodeGraphs | None = None
-        self._left: list[Sequence] = []  # Those whose tokens the last recorded pass has left for the next one.
         self._hooks = AdapterHooks(model)
         model.set_attn_implementation(NAME)
 
@@ -91,36 +86,27 @@ class PagedRunner(ModelRunner):
         """Whether `choose` is right and pays: on a GPU with kernels."""
         return self._attend is not None and self._rotary is None
 
-    def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
-        """Computes rows with one id each, and chooses their tokens [rows] at these output positions, on the device.
+    def choose(self, rows: Rows[Row], tokens: Tensor | None = None) -> Tensor:
+        """Computes rows with one id each, and chooses their tokens [rows] on the device, until the next call.
 
-        `tokens`: the rows' ids, where the host does not know them yet. The parameters are plain. On CUDA nothing waits
-        for the device.
+        `tokens`: the rows' ids, where the host does not know them yet: those that the last call chose, or some of them.
+        The parameters are plain. On CUDA nothing waits for the device.
         """
-        sequences = [row.sequence for row in rows]
-        parameters = [sequence.sampling for sequence in sequences]
-        ids: Tensor | None = None  # What the last pass has left.
-        if tokens is None:
-            ids = self._tensor([row.sequence.ids[row.start] for row in rows])
-        elif sequences != self._left:
-            ids = tokens.clamp(min=0)
+        parameters = [row.sequence.sampling for row in rows]
+        positions = [row.start + 1 - len(row.sequence.ids) + len(row.sequence.output_ids) for row in rows]
         is_filtered = any(one.is_filtered for one in parameters)
-        if self._graphs is None or len(rows) > self._graphs.rows:
-            logits, self._left = self._decode(rows, ids), []
-            return choose_each(logits, parameters, positions)
         drawn = [
             (0.0, 0.0) if one.is_greedy or is_filtered else (one.temperature, uniform(one.seed or 0, position))
             for one, position in zip(parameters, positions, strict=True)
         ]
-        logits, chosen = self._graphs.run(rows, ids, drawn)
-        self._left = [] if is_filtered else sequences
-        return choose_each(logits, parameters, positions) if is_filtered else chosen
+        logits, chosen = self._decode(rows, tokens, drawn)
+        return choose_each(logits, parameters, positions) if is_filtered or chosen is None else chosen
 
     def run(self, rows: Rows[Row]) -> Tensor:
         numbers = self._adapter_numbers(rows)
         decodes = all(row.count == 1 and row.samples for row in rows)
         if decodes and not numbers:
-            return self._decode(rows)
+            return self._decode(rows)[0]
         # The planner takes rows with one id first, and the tokens of an adapter are computed together; the returned
         # logits are in the caller's order.
         order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, numbers.get(i, 0)))
@@ -147,14 +133,15 @@ class PagedRunner(ModelRunner):
             return {}
         return {i: adapter.number for i, row in enumerate(rows) if (adapter := row.sequence.adapter) is not None}
 
-    def _decode(self, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
-        """Runs rows with one id, `ids` or their last: the logits of all ids are wanted, and no row scores."""
-        known = self._tensor([row.sequence.ids[row.start] for row in rows]) if ids is None else ids
-        if ids is None and self._graphs is not None and len(rows) <= self._graphs.rows:
-            self._left = []
-            return self._graphs.run(rows, known)[0]
+    def _decode(
+        self, rows: Rows[Row], tokens: Tensor | None = None, drawn: Rows[tuple[float, float]] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits of rows with one id, `tokens` or their last, and the tokens that a recorded pass has chosen."""
+        ids = self._tensor([row.sequence.ids[row.start] for row in rows]) if tokens is None else tokens
+        if self._graphs is not None and len(rows) <= self._graphs.rows:
+            return self._graphs.run(rows, ids, drawn)
         positions = self._tensor([[row.start for row in rows]])
-        return self._forward_rows(rows, known[None], positions, self._planner.plan(rows))
+        return self._forward_rows(rows, ids.clamp(min=0)[None], positions, self._planner.plan(rows)), None
 
     def _forward_rows(
         self, rows: Rows[Row], ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None

@@ -6,8 +6,6 @@ selects) are set to a few positions meanwhile. The test crosses them by the chun
 by that one's decoding, and behind a prefix from the cache.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -38,9 +37,6 @@ from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
-
-if TYPE_CHECKING:
-    from headrace_predictor.engine.gpu.kernels import GpuOperations
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +113,7 @@ class Proof:
                 f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate computes"
             )
 
-    def of_paged(self, operations: GpuOperations | None = None) -> str | None:
+    def of_paged(self, operations: Operations | None = None) -> str | None:
         """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach.
 
         `operations`: the GPU's kernels, which are proven with it.
@@ -153,7 +149,8 @@ class Proof:
                 found = self._excess(difference)
             return found
 
-        fault = self._fault(excess, "its attention is of another kind", None if has_own else self._find_reaches)
+        kind = "its attention is of another kind" if operations is None else "Triton does not run, or not for it"
+        fault = self._fault(excess, kind, None if has_own else self._find_reaches)
         if fault is not None:
             model.set_attn_implementation(own)
         return fault

@@ -94,14 +94,22 @@ def _reason_against_kernels(model: Any) -> str | None:
 def _reason_against(model: Any) -> str | None:
     if (reason := _reason_against_kernels(model)) is not None:
         return reason
-    if type(model) not in GATED_MODELS:
-        return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in GATED_MODELS)}"
+    if (reason := unlike_gated(model)) is not None:
+        return reason
     config, layer = model.config, model.model.layers[0]
     sizes = config.hidden_size, config.intermediate_size, layer.self_attn.head_dim
     if any(size % _LANES for size in sizes):
         return f"its sizes {sizes} are not all multiples of {_LANES}"
-    if not isinstance(layer.mlp.act_fn, SWISH) or layer.mlp.up_proj.bias is not None:
-        return "its feed-forward part has another activation, or a bias"
+    return None if layer.mlp.up_proj.bias is None else "its feed-forward part has a bias"
+
+
+def unlike_gated(model: Any) -> str | None:
+    """Why a model's pass is not that of `GATED_MODELS`, with SiLU and whole heads turned; a subclass may differ too."""
+    if type(model) not in GATED_MODELS:
+        return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in GATED_MODELS)}"
+    layer = model.model.layers[0]
+    if not isinstance(layer.mlp.act_fn, SWISH):
+        return "its feed-forward part has another activation"
     if 2 * len(model.model.rotary_emb.inv_freq) != layer.self_attn.head_dim:
         return "it rotates only a part of a head"
     return None
