@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.vectors import exponentiate
+from headrace_predictor.engine.state.attention import Range, Scores
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, LayerShape
 from tests.support.threads import torch_threads
 
@@ -31,8 +32,8 @@ def filled_cache(heads, dtype, size=SIZE, value_size=None):
 
 def attend(cache, ranges, packed, query_heads, scale, **scores):
     output = Buffer((len(packed), query_heads, cache.values[0].shape[-1]), packed.dtype)
-    layer = kernel.Attention(query_heads, scale, **scores)
-    return layer(cache.arrays[0], kernel.Ranges.of(*ranges), packed, output).view(output.array.shape)
+    layer = kernel.Attention(query_heads, Scores(scale, **scores))
+    return layer(cache.arrays[0], Range(*ranges), packed, output).view(output.array.shape)
 
 
 def rms_norm(norm, x):

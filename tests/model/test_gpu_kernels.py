@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_predictor.engine.gpu.operations import Matrix, Norm, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import Matrix
 from headrace_predictor.engine.runners.gpu_decoder import quantise
+from headrace_predictor.engine.state.attention import Range, Scores
 from tests.support import plain_kernels as plain
 
 kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for Linux.
@@ -52,7 +53,7 @@ class Step:
             return torch.tensor([*tiles, self.total], dtype=torch.int32, device=DEVICE)
 
         tensors = (tensor.int().to(DEVICE) for tensor in (table, owners, firsts, ends))
-        self.tokens = Tokens(sum(count == 1 for count in counts), *tensors, tiles)
+        self.tokens = Range(*tensors, sum(count == 1 for count in counts), tiles)
         number = sum(blocks) + 2
         generator = torch.Generator().manual_seed(int(random.integers(1 << 30)))
         self.random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
@@ -99,7 +100,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
     for i in range(among):
         one = slice(i, i + 1)
         table = tokens.table[tokens.owners[one].long()]
-        alone = Tokens(1, table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], of_one)
+        alone = Range(table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], 1, of_one)
         answer = attend(queries[one], step.keys, step.values, alone, Scores(0.25))
         assert torch.equal(answer[0], together[i])
 
@@ -112,7 +113,7 @@ def test_queries_and_keys_are_turned_and_stored(dtype, has_norms):
     packed = step.random(step.total, (group + 2) * heads * size)
     angles = step.random(step.total, size // 2).float()
     rotary = tuple(turn(torch.cat((angles, angles), -1)).to(dtype) for turn in (torch.cos, torch.sin))
-    norm = Norm(step.random(2, size), 1e-6) if has_norms else None
+    norm = (step.random(2, size), 1e-6) if has_norms else None
     outcomes = []
     for operations in (kernels, plain):
         keys, values = step.keys.clone(), step.values.clone()
@@ -125,12 +126,8 @@ def test_queries_and_keys_are_turned_and_stored(dtype, has_norms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), (5, 96)])
-def test_norms_and_gates_are_those_of_torch(rows, size, dtype):
-    step = Step(np.random.default_rng(7), 1, 16, 16, 32, dtype)
-    hidden, added, weight = step.random(rows, size), step.random(rows, size), step.random(size)
-    arguments = hidden, added, Norm(weight, 1e-5)
-    for ours, plains in zip(kernels.add_norm(*arguments), plain.add_norm(*arguments), strict=True):
-        close(ours, plains)
+def test_gates_are_those_of_torch(rows, size, dtype):
+    hidden = Step(np.random.default_rng(7), 1, 16, 16, 32, dtype).random(rows, size)
     close(kernels.gate(hidden), plain.gate(hidden))
 
 
@@ -146,6 +143,12 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(rows, outputs, inputs,
         torch.nn.functional.linear(x.float(), weight.float(), bias.float()).to(dtype) / inputs**0.5,
     )
     assert torch.equal(kernels.linear(x[-1:], matrix)[0], together[-1])
+    for is_exact in (False, True):
+        total = step.random(rows, outputs)
+        expected = plain.linear(x, matrix, total) / inputs**0.5
+        added = kernels.operations(is_exact).linear(x, matrix, total)
+        close(added / inputs**0.5, expected)
+        assert added is total
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # Of what is no number, by the interpreter.
@@ -170,5 +173,5 @@ def test_the_kernels_compile_for_a_gpu(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, *_ in lines} == {"_attend", "_join", "_turn_and_store", "_add_norm", "_gate", "_linear"}
+    assert {name for name, *_ in lines} == {"_attend", "_join", "_turn_and_store", "_gate", "_linear"}
     assert max(int(shared) for *_, shared in lines) <= 99 << 10  # What a block has on every GPU since Ampere.

@@ -35,13 +35,12 @@ def cases(dtype):
     for norms in ({}, {"norms": None}):
         constants = {"query_heads": 16, "key_heads": 8, "size": 128, "page": 32, "width": 128} | norms
         yield kernels._turn_and_store, turn, constants
-    norm = dict.fromkeys(("hidden", "added", "weight", "total", "normed"), pointer)
-    yield kernels._add_norm, norm, {"size": 1024, "width": 1024}
     yield kernels._gate, {"gate_up": pointer, "out": pointer}, {"width": 1024}
     linear = dict.fromkeys(("x", "weight", "bias", "out"), pointer)
     for tile in (kernels._FEW_ROWS_TILE, kernels._INT8_TILE):
-        yield kernels._linear, linear | {"weight": "*i8", "scales": "*fp32"}, dict(zip(LINEAR, tile, strict=True))
-    for left_out in ({"scales": None}, {"scales": None, "bias": None}):
+        constants = dict(zip(LINEAR, tile, strict=True)) | {"adds": False}
+        yield kernels._linear, linear | {"weight": "*i8", "scales": "*fp32"}, constants
+    for left_out in ({"scales": None, "adds": False}, {"scales": None, "bias": None, "adds": True}):
         yield kernels._linear, linear, dict(zip(LINEAR, kernels._FLOAT_TILE, strict=True)) | left_out
 
 

@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Norm, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix
+from headrace_predictor.engine.state.attention import Range, Scores
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Range, scores: Scores) -> Tensor:
     page = values.shape[2]
     group = queries.shape[1] // values.shape[1]
     outputs = []
@@ -32,15 +33,21 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores
 
 
 def turn_and_store(
-    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: Norm | None, keys: Tensor, values: Tensor, tokens: Tokens
+    packed: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    norm: tuple[Tensor, float] | None,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Range,
 ) -> Tensor:
     heads, size, page = keys.shape[1:]
     parts = packed.view(len(packed), -1, size)
     queries, new_keys, new_values = parts.split((parts.shape[1] - 2 * heads, heads, heads), 1)
     if norm is not None:
+        weights, epsilon = norm
         queries, new_keys = (
-            F.rms_norm(part.float(), (size,), weight.float(), norm.epsilon)
-            for part, weight in zip((queries, new_keys), norm.weight, strict=True)
+            F.rms_norm(part.float(), (size,), weight.float(), epsilon)
+            for part, weight in zip((queries, new_keys), weights, strict=True)
         )
     position = tokens.ends.long() - 1
     block, offset = tokens.table[tokens.owners.long(), position // page].long(), position % page
@@ -54,17 +61,17 @@ def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads.float() * cosines.float()[:, None] + torch.cat((-far, near), -1) * sines.float()[:, None]
 
 
-def add_norm(hidden: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    total = hidden + added
-    return total, F.rms_norm(total.float(), total.shape[1:], norm.weight.float(), norm.epsilon).to(hidden.dtype)
-
-
 def gate(gate_up: Tensor) -> Tensor:
     first, second = gate_up.float().chunk(2, -1)
     return (F.silu(first) * second).to(gate_up.dtype)
 
 
-def linear(x: Tensor, matrix: Matrix) -> Tensor:
+def linear(x: Tensor, matrix: Matrix, total: Tensor | None = None) -> Tensor:
+    product = _product(x, matrix)
+    return product if total is None else total + product
+
+
+def _product(x: Tensor, matrix: Matrix) -> Tensor:
     weight, bias, scales = matrix
     if scales is None:
         return F.linear(x, weight, bias)

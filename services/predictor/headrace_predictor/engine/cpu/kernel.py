@@ -4,7 +4,7 @@ A call takes arrays that are prepared once for a model or once a step: with a fe
 the computation.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headrace_predictor.engine.cpu.recording import launch
 from headrace_predictor.engine.cpu.threads import kernel_threads
-from headrace_predictor.engine.state.cache import Array, LayerArrays, array_of
+from headrace_predictor.engine.state.attention import Range, Scores
+from headrace_predictor.engine.state.cache import LayerArrays, array_of
 
 try:
     from headrace_predictor.engine.cpu import attention as cpu_attention
@@ -44,38 +45,16 @@ class Buffer:
         self.tensor = memory.flatten(1)
 
 
-class Ranges(NamedTuple):
-    """What each token attends to, int32: see attention.py."""
-
-    table: Array
-    owners: Array
-    firsts: Array
-    ends: Array
-
-    @classmethod
-    def of(cls, table: Tensor, owners: Tensor, firsts: Tensor, ends: Tensor) -> "Ranges":
-        return cls(table.numpy(), owners.numpy(), firsts.numpy(), ends.numpy())
-
-
 class Attention:
-    """Attention with scores of one kind, see attention.py: `bias` float32 [query heads, n] by distance or
-    `by_position`, `sinks` [query heads]."""
+    """Attention with scores of one kind."""
 
-    def __init__(
-        self,
-        query_heads: int,
-        scale: float = 1.0,
-        cap: float = 0.0,
-        bias: Tensor | None = None,
-        sinks: Tensor | None = None,
-        by_position: bool = False,
-    ) -> None:
-        self._scale, self._cap = np.float32(scale), np.float32(cap)
-        self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
-        self._by_position = by_position
-        self._sinks = np.empty(0, dtype=np.float32) if sinks is None else sinks.detach().float().numpy()
+    def __init__(self, query_heads: int, scores: Scores) -> None:
+        self._scale, self._cap = np.float32(scores.scale), np.float32(scores.cap)
+        self._bias = np.empty((query_heads, 0), dtype=np.float32) if scores.bias is None else scores.bias.numpy()
+        self._by_position = scores.by_position
+        self._sinks = np.empty(0, dtype=np.float32) if scores.sinks is None else scores.sinks.detach().float().numpy()
 
-    def __call__(self, cache: LayerArrays, ranges: Ranges, packed: Tensor, output: Buffer) -> Tensor:
+    def __call__(self, cache: LayerArrays, tokens: Range, packed: Tensor, output: Buffer) -> Tensor:
         """Writes the output [T, query heads, value size] for packed queries, keys and values: see attention.py.
 
         `packed` is [T, ...]. The cache has its dtype.
@@ -83,7 +62,7 @@ class Attention:
         packed = packed.contiguous()
         cpu_attention.attend(
             *(kernel_threads(), packed.data_ptr(), packed.stride(0)),
-            *(*cache, *ranges, self._scale, self._cap, self._bias, self._by_position),
+            *(*cache, *tokens.arrays, self._scale, self._cap, self._bias, self._by_position),
             *(self._sinks, output.array),
         )
         return output.tensor

@@ -6,14 +6,14 @@ A row's numbers do not depend on the other rows. They are float32 inside, and of
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Norm, Operations, Tokens
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Operations
 from headrace_predictor.engine.gpu.paged_attention import LANES, attend
+from headrace_predictor.engine.state.attention import Range
 
 # Tiles of `linear`: rows, outputs, inputs, and how many are loaded ahead. Bits depend on those of floats alone.
 _FLOAT_TILE, _FEW_ROWS_TILE, _INT8_TILE = (64, 32, 64, 3), (16, 32, INT8_BLOCK, 4), (64, 64, INT8_BLOCK, 2)
@@ -57,7 +57,12 @@ def _turn_and_store(
 
 
 def turn_and_store(
-    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: Norm | None, keys: Tensor, values: Tensor, tokens: Tokens
+    packed: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    norm: tuple[Tensor, float] | None,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Range,
 ) -> Tensor:
     """Norms and turns queries and keys of `packed` [T, queries, keys and values]; stores keys and values.
 
@@ -73,28 +78,6 @@ def turn_and_store(
         query_heads=all_heads - 2 * heads, key_heads=heads, size=size, page=page, width=triton.next_power_of_2(size),
     )  # fmt: skip
     return queries
-
-
-@triton.jit
-def _add_norm(hidden, added, weight, total, normed, epsilon, size: tl.constexpr, width: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * size
-    d = tl.arange(0, width)
-    vector = tl.load(hidden + row + d, mask=d < size, other=0.0).to(tl.float32)
-    vector += tl.load(added + row + d, mask=d < size, other=0.0).to(tl.float32)
-    vector = vector.to(total.dtype.element_ty)
-    tl.store(total + row + d, vector, mask=d < size)
-    vector = vector.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(vector * vector, 0) / size + epsilon)
-    factor = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
-    tl.store(normed + row + d, (vector * inverse * factor).to(normed.dtype.element_ty), mask=d < size)
-
-
-def add_norm(hidden: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The sum [T, n], and its norm."""
-    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
-    rows, size = hidden.shape
-    _add_norm[(rows,)](hidden, added, norm.weight, total, normed, norm.epsilon, size, triton.next_power_of_2(size))
-    return total, normed
 
 
 @triton.jit
@@ -117,7 +100,7 @@ def gate(gate_up: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, weight, bias, scales, out, rows, outputs, inputs,
-    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
+    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr, adds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
@@ -142,23 +125,28 @@ def _linear(
         sums *= tl.load(scales + output, mask=output < outputs, other=0.0)[None]
     if bias is not None:
         sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None]
-    is_number = (row[:, None] < rows) & (output[None] < outputs)
-    tl.store(out + row[:, None] * outputs + output[None], sums.to(out.dtype.element_ty), mask=is_number)
+    places, is_number = out + row[:, None] * outputs + output[None], (row[:, None] < rows) & (output[None] < outputs)
+    if adds:
+        sums += tl.load(places, mask=is_number, other=0.0).to(tl.float32)
+    tl.store(places, sums.to(out.dtype.element_ty), mask=is_number)
 
 
-def linear(x: Tensor, matrix: Matrix, is_exact: bool = True) -> Tensor:
-    """x [T, inputs] to x·weightᵀ + bias [T, outputs], so that a row's bits do not depend on the others.
+def linear(x: Tensor, matrix: Matrix, total: Tensor | None = None, is_exact: bool = True) -> Tensor:
+    """x [T, inputs] to x·weightᵀ + bias [T, outputs], added to `total` in place: a row's bits depend on no other row.
 
     With int8 weights the inputs become int8 too, INT8_BLOCK with one scale, as on the CPU, and the same sums. Floats
     that need not be exact are the library's.
     """
     if matrix.scales is None and not is_exact:
-        return F.linear(x, matrix.weight, matrix.bias)
-    x, out = x.contiguous(), x.new_empty(len(x), len(matrix.weight))
+        if total is None:
+            return F.linear(x, matrix.weight, matrix.bias)
+        total.addmm_(x, matrix.weight.T)
+        return total if matrix.bias is None else total.add_(matrix.bias)
+    x, out = x.contiguous(), x.new_empty(len(x), len(matrix.weight)) if total is None else total
     tile = _FLOAT_TILE if matrix.scales is None else _FEW_ROWS_TILE if len(x) <= _FEW_ROWS_TILE[0] else _INT8_TILE
     _linear[triton.cdiv(out.shape[1], tile[1]), triton.cdiv(len(x), tile[0])](
         x, matrix.weight, matrix.bias, matrix.scales, out, len(x), *matrix.weight.shape,
-        tile_rows=tile[0], tile_outputs=tile[1], tile_inputs=tile[2], num_stages=tile[3],
+        tile_rows=tile[0], tile_outputs=tile[1], tile_inputs=tile[2], num_stages=tile[3], adds=total is not None,
         enable_fp_fusion=False,  # A CPU rounds each product and each sum.
     )  # fmt: skip
     return out
@@ -167,4 +155,4 @@ def linear(x: Tensor, matrix: Matrix, is_exact: bool = True) -> Tensor:
 def operations(is_exact: bool) -> Operations:
     """The operations by these kernels; with `is_exact`, bits of a row that do not depend on the other rows."""
     products = partial(linear, is_exact=is_exact)
-    return Operations(partial(attend, lanes=1 if is_exact else LANES), products, turn_and_store, add_norm, gate)
+    return Operations(partial(attend, lanes=1 if is_exact else LANES), products, turn_and_store, gate)

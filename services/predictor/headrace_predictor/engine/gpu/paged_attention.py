@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from headrace_predictor.engine.gpu.operations import Scores, Tokens
+from headrace_predictor.engine.state.attention import Range, Scores
 
 LANES = 16  # Parts of the keys of a token that decodes, computed at the same time.
 _LEAST_ROWS = 16  # Of a product of tensor cores.
@@ -110,7 +110,7 @@ def _join(parts, totals, out, value_size: tl.constexpr, value_width: tl.constexp
     tl.store(out + place * value_size + e, joined.to(out.dtype.element_ty), mask=e < value_size)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores, lanes: int = LANES) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Range, scores: Scores, lanes: int = LANES) -> Tensor:
     """Output [T, query heads, value size] of queries [T, query heads, head size], whose keys and values are stored.
 
     With one lane a token has the same bits where it decodes and in a prompt's chunk.

@@ -26,10 +26,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.cpu.kernel import Ranges
 from headrace_predictor.engine.cpu.recording import launch
-from headrace_predictor.engine.gpu.operations import Attend, Scores, Tokens
+from headrace_predictor.engine.gpu.operations import Attend
 from headrace_predictor.engine.runners.reach import Reach
+from headrace_predictor.engine.state.attention import Range, Scores
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row
 
@@ -80,19 +80,15 @@ class StepPlan:
         """The first position [T] that each token attends to."""
         return self._once(("firsts", reach), lambda: reach.firsts(self.ends - 1))
 
-    def ranges(self, reach: Reach) -> Ranges:
-        """What each token attends to, for the compiled kernel."""
-        return self._once(("ranges", reach), lambda: Ranges.of(self.table, self.owners, self.firsts(reach), self.ends))
-
-    def tokens(self, reach: Reach) -> Tokens:
-        """What each token attends to, for the GPU's kernels."""
+    def tokens(self, reach: Reach) -> Range:
+        """What each token attends to, for the kernels."""
         return self._once(
             ("tokens", reach),
-            lambda: Tokens(self.decodes, self.table, self.owners, self.firsts(reach), self.ends, self.tiles),
+            lambda: Range(self.table, self.owners, self.firsts(reach), self.ends, self.decodes, self.tiles),
         )
 
     def tiles(self, most: int) -> Tensor:
-        """Where tiles of up to `most` tokens begin, see `Tokens`."""
+        """Where tiles of up to `most` tokens begin, see `Range`."""
 
         def divided() -> Tensor:
             if not self.chunks:  # A recorded pass may not read the host's memory.
@@ -272,11 +268,9 @@ def _attend_compiled(
         packed = torch.cat(parts, dim=1)
     else:
         packed = torch.cat([heads.flatten(1) for heads in parts], dim=1)
-    weigh = kernel.Attention(
-        queries.shape[1], scores.scale, scores.cap, scores.bias, scores.sinks, by_position=scores.by_position
-    )
+    weigh = kernel.Attention(queries.shape[1], scores)
     output = kernel.Buffer((*queries.shape[:2], values.shape[2]), queries.dtype)
-    return weigh(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(output.array.shape)
+    return weigh(plan.cache.arrays[layer], plan.tokens(reach), packed, output).view(output.array.shape)
 
 
 def _attend_in_copies(

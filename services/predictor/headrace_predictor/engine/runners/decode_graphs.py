@@ -64,10 +64,13 @@ def cuda_recorder() -> Record:
 
 
 class DecodeGraphs:
-    """Passes of `forward(ids [1, rows], positions [1, rows], plan)` for up to `rows` rows of up to `blocks` blocks."""
+    """Passes of `forward(ids [1, rows], positions [1, rows], plan)` for up to `rows` rows of up to `blocks` blocks.
+
+    Raises AssertionError if a recorded pass has other numbers than the same pass without a recording.
+    """
 
     def __init__(
-        self, forward: Forward, cache: KeyValueCache, attend: Attend, rows: int, blocks: int, record: Record
+        self, forward: Forward, cache: KeyValueCache, attend: Attend | None, rows: int, blocks: int, record: Record
     ) -> None:
         self._forward = forward
         self._cache = cache
@@ -82,10 +85,9 @@ class DecodeGraphs:
         self._drawn = torch.zeros(2, most, dtype=torch.float64, device=device)  # Temperatures, uniform numbers.
         self._logits = self._forward_of(most).clone()  # Of all passes: those of each would take as much memory again.
         keys = {(row_bucket(count), draws) for count in range(1, rows + 1) for draws in (True, False)}
-        self._passes = {key: record(partial(self._compute, *key)) for key in sorted(keys, reverse=True)}
-
-    def __len__(self) -> int:
-        return len(self._passes)
+        self.passes = {key: record(partial(self._compute, *key)) for key in sorted(keys, reverse=True)}
+        for key in (max(keys), min(keys)):
+            self._check(*key)
 
     def run(self, rows: Rows[Row], ids: Tensor, drawn: Rows[tuple[float, float]] = ()) -> tuple[Tensor, Tensor]:
         """Computes rows with one of `ids` [rows] each; the logits [rows, vocabulary], and the tokens [rows] chosen.
@@ -106,7 +108,7 @@ class DecodeGraphs:
         draws = any(temperature for temperature, _ in drawn)
         if draws:
             self._drawn[:, :count] = on_device(drawn, np.float64, device).T
-        self._passes[bucket, draws]()
+        self.passes[bucket, draws]()
         return self._logits[:count], self._tokens[:count]
 
     def _forward_of(self, rows: int) -> Tensor:
@@ -119,13 +121,11 @@ class DecodeGraphs:
         logits = self._logits[:rows].copy_(self._forward_of(rows))
         self._tokens[:rows] = choose(logits, *(self._drawn[:, :rows] if draws else ()))
 
-    def check(self) -> None:
-        """Raises AssertionError if a recorded pass has other numbers than the same pass without a recording."""
-        for rows, draws in (max(self._passes), min(self._passes)):
-            logits = []
-            for compute in (self._passes[rows, draws], partial(self._compute, rows, draws)):
-                self._tokens.zero_()
-                compute()
-                logits.append(self._logits[:rows].clone())
-            atol, fault = _TOLERANCE * float(logits[1].abs().max()), f"a recorded pass of {rows} rows has other logits"
-            torch.testing.assert_close(*logits, rtol=0, atol=atol, msg=fault)
+    def _check(self, rows: int, draws: bool) -> None:
+        logits = []
+        for compute in (self.passes[rows, draws], partial(self._compute, rows, draws)):
+            self._tokens.zero_()
+            compute()
+            logits.append(self._logits[:rows].clone())
+        most, fault = _TOLERANCE * float(logits[1].abs().max()), f"a recorded pass of {rows} rows has other logits"
+        torch.testing.assert_close(*logits, rtol=0, atol=most, msg=fault)

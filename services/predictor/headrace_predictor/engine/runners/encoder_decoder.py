@@ -30,13 +30,13 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import stated_context
 from headrace_predictor.engine.runners.ragged import (
     RaggedAttention,
-    Range,
     decoder_ids,
     prompt_places,
     ranges_of,
     relative_biases,
 )
 from headrace_predictor.engine.runners.row import decoder_start
+from headrace_predictor.engine.state.attention import Range
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 

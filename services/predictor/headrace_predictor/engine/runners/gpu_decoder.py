@@ -4,13 +4,17 @@ A layer of transformers is some sixty. Queries, keys and values are one product,
 modules keep their weights as views of the joined ones, for tokens that have adapters.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import Matrix, Norm, Operations, Scores
+from headrace_predictor.engine.gpu.operations import Matrix, Operations
 from headrace_predictor.engine.runners.attention import StepPlan
+from headrace_predictor.engine.state.attention import Scores
 
 
 def quantise(model: Any) -> None:
@@ -34,15 +38,16 @@ def _joined(dtype: torch.dtype, *linears: Any) -> Matrix:
     joined = torch.cat(weights).detach()
     is_int8 = joined.dtype == torch.int8
     if is_int8 or joined.dtype == dtype:
-        for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
+        for weight, part in zip(weights, torch.split(joined, [len(weight) for weight in weights]), strict=True):
             weight.data = part
     if is_int8:
         return Matrix(joined, bias, torch.cat([weight.scales for weight in weights]))
     return Matrix(joined.to(dtype), bias)
 
 
-def _norm(*modules: Any) -> Norm:
-    return Norm(torch.stack([module.weight.detach() for module in modules]).squeeze(0), modules[0].variance_epsilon)
+def _norm(module: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    weight = module.weight.detach().to(dtype)  # In another dtype it would be several launches.
+    return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.variance_epsilon)
 
 
 class _Layer:
@@ -51,8 +56,13 @@ class _Layer:
         self.project = _joined(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up = _joined(dtype, feed_forward.gate_proj, feed_forward.up_proj)
         self.output, self.down = _joined(dtype, attention.o_proj), _joined(dtype, feed_forward.down_proj)
-        self.norm, self.second_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self.head_norm = _norm(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.norm, self.second_norm = (
+            _norm(one, dtype) for one in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        self.head_norm: tuple[Tensor, float] | None = None
+        if hasattr(attention, "q_norm"):
+            weights = torch.stack((attention.q_norm.weight.detach(), attention.k_norm.weight.detach()))
+            self.head_norm = weights, attention.q_norm.variance_epsilon
         self.number: int = attention.layer_idx
         self.scores, self.reach = Scores(attention.scaling), attention.reach
 
@@ -69,7 +79,7 @@ class GpuDecoder:
         self._dtype = dtype
         self._rotary = decoder.rotary_emb
         self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
-        self._norm = _norm(decoder.norm)
+        self._norm = _norm(decoder.norm, dtype)
         self._embedding: Any = decoder.embed_tokens.weight
         self._head = _joined(dtype, model.lm_head)
         if self._embedding.is_cuda:
@@ -82,16 +92,14 @@ class GpuDecoder:
         if hidden.dtype == torch.int8:
             hidden = hidden * self._embedding.scales[ids[0], None]
         hidden = hidden.to(self._dtype)
-        added = torch.zeros_like(hidden)
         cosines, sines = self._rotary(hidden, position_ids=positions)
         for layer in self._layers:
-            hidden, normed = ours.add_norm(hidden, added, layer.norm)
             keys, values = plan.cache.keys[layer.number], plan.cache.values[layer.number]
             tokens = plan.tokens(layer.reach)
-            packed = ours.linear(normed, layer.project)
+            packed = ours.linear(layer.norm(hidden), layer.project, None)
             queries = ours.turn_and_store(packed, (cosines[0], sines[0]), layer.head_norm, keys, values, tokens)
-            added = ours.linear(ours.attend(queries, keys, values, tokens, layer.scores).flatten(1), layer.output)
-            hidden, normed = ours.add_norm(hidden, added, layer.second_norm)
-            added = ours.linear(ours.gate(ours.linear(normed, layer.gate_up)), layer.down)
-        _, normed = ours.add_norm(hidden, added, self._norm)
-        return ours.linear(normed if places is None else normed[places], self._head)
+            attended = ours.attend(queries, keys, values, tokens, layer.scores).flatten(1)
+            hidden = ours.linear(attended, layer.output, hidden)
+            both = ours.linear(layer.second_norm(hidden), layer.gate_up, None)
+            hidden = ours.linear(ours.gate(both), layer.down, hidden)
+        return ours.linear(self._norm(hidden if places is None else hidden[places]), self._head, None)

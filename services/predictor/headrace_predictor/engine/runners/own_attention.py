@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import Scores
 from headrace_predictor.engine.runners.attention import NAME, attend
 from headrace_predictor.engine.runners.reach import Mask, Reach
+from headrace_predictor.engine.state.attention import Scores
 
 
 def page_own_attention(model: Any, context: int) -> bool:

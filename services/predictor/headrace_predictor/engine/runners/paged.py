@@ -74,12 +74,9 @@ class PagedRunner(ModelRunner):
 
         Only of a runner that `chooses`: else a pass would repeat the factors of its first rows' positions, or copies.
         """
-        if self._attend is None:
-            raise ValueError("a runner without kernels records nothing")
-        graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, -(-context // BLOCK_TOKENS), record)
-        graphs.check()
-        self._graphs = graphs
-        return len(graphs)
+        blocks = -(-context // BLOCK_TOKENS)
+        self._graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, blocks, record)
+        return len(self._graphs.passes)
 
     @property
     def chooses(self) -> bool:

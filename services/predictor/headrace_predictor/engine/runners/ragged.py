@@ -7,8 +7,6 @@ the memory in use, and a step can be repeated, whatever its rows.
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,35 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.gpu.operations import Scores
 from headrace_predictor.engine.runners.attention import attend_rows
+from headrace_predictor.engine.state.attention import Range, Scores
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
 _COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
 
-@dataclass(frozen=True)
-class Range:
-    """The positions `firsts` to `ends` [tokens] of its own sequence that each token attends to, int32.
-
-    `owners` int32 [tokens] are the tokens' rows of `table` int32 [sequences, blocks of the longest], which is padded
-    with block 0.
-    """
-
-    table: Tensor
-    owners: Tensor
-    firsts: Tensor
-    ends: Tensor
-
-    @cached_property
-    def arrays(self) -> kernel.Ranges:
-        """The same for the kernel."""
-        return kernel.Ranges.of(self.table, self.owners, self.firsts, self.ends)
-
-
 class RaggedAttention:
-    """The attention of all layers that share these heads; `bias`, `scale` and cap as in kernel.Attention.
+    """The attention of all layers that share these heads; `bias`, `scale` and cap as in `Scores`.
 
     They are the same in each call for a layer that writes, and for one that does not.
     """
@@ -68,24 +47,23 @@ class RaggedAttention:
 
         `written`, keys and values, are stored at each range's last position. `softcap` bounds scores.
         """
+        scores = Scores(scale, softcap or 0.0, bias=bias)
         if not kernel.takes(query):
             if written is not None:
                 last = looks_at.ends.long() - 1
                 block = looks_at.table[looks_at.owners.long(), last // BLOCK_TOKENS].long()
                 self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
-            return self._in_copies(layer, looks_at, query, bias, scale, softcap)
+            return self._in_copies(layer, looks_at, query, scores)
         packed = query if written is None else torch.cat((query, *written), dim=1)
         attend = self._kernels.get((layer, written is None))
         if attend is None:
-            attend = kernel.Attention(query.shape[1], scale, softcap or 0.0, bias)
+            attend = kernel.Attention(query.shape[1], scores)
             self._kernels[layer, written is None] = attend
-        return attend(self._cache.arrays[layer], looks_at.arrays, packed, kernel.Buffer(query.shape, query.dtype))
+        return attend(self._cache.arrays[layer], looks_at, packed, kernel.Buffer(query.shape, query.dtype))
 
-    def _in_copies(
-        self, layer: int, looks_at: Range, query: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-    ) -> Tensor:
+    def _in_copies(self, layer: int, looks_at: Range, query: Tensor, scores: Scores) -> Tensor:
         """The same in plain torch, from copies of the blocks, a bounded number at a time."""
-        outputs, scores = [], Scores(scale, softcap or 0.0, bias=bias)
+        outputs = []
         position = torch.arange(looks_at.table.shape[1] * BLOCK_TOKENS, device=query.device)[None]
         for part in range(0, len(query), _COPIED_TOKENS):
             some = slice(part, part + _COPIED_TOKENS)
