@@ -27,6 +27,8 @@ OUT_OF_MEMORY = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    torch.AcceleratorError("CUDA error: out of memory"),  # Of pinned memory, or of a kernel's first launch.
+    RuntimeError("Triton Error [CUDA]: out of memory"),
 ]
 
 

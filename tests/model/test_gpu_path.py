@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from headrace.errors import RequestFailedError
+from headrace.sampling import SamplingParameters
 from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import attention, paged
 from headrace_predictor.engine.runners.gpu_decoder import quantise
@@ -32,6 +34,7 @@ from tests.model.random_crowd import (
 )
 from tests.random_models import random_model
 from tests.support import plain_kernels
+from tests.support.as_on_gpu import AsOnGpu
 from tests.support.full import FULL, usually
 from tests.support.in_process_engine import submit
 from tests.zoo import VOCABULARY
@@ -210,6 +213,32 @@ async def test_int8_engines_answer_alone_as_in_a_crowd(engine_of, on_gpu, monkey
         await read_all(submit(engine, request(f"a{i}", prompt, length)))
         for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
     ]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_nothing_in_a_step_waits_for_the_device(is_recorded):
+    def attend(*arguments):
+        with torch._C.DisableTorchFunction():  # The plain one reads where ranges end.
+            return plain_kernels.attend(*arguments)
+
+    model = random_model("qwen3").float()
+    operations = Operations(attend, plain_kernels.linear, plain_kernels.turn_and_store, plain_kernels.gate)
+    kinds = [{}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 20}]
+    for parameters in (kinds, kinds[:2], kinds[:1]):
+        rows = []
+        for i, sampling in enumerate(parameters):
+            sequence = detached_sequence([3, 4, 5])
+            sequence.sampling = SamplingParameters(**sampling)
+            sequence.blocks = [i + 1]
+            rows.append(Row(sequence, 2, 1))
+        with torch.inference_mode():
+            find_reaches(model, 128)
+            runner = PagedRunner(model, cache_shape(model), 60, operations=operations)
+            if is_recorded:
+                runner.record(recorded, 4, 128)
+            with AsOnGpu() as gpu:
+                runner.choose(rows, runner.choose(rows))
+        assert gpu.waits == []
 
 
 class Scenario:

@@ -15,10 +15,12 @@ from transformers import (
 )
 
 from headrace.errors import InvalidRequestError
+from headrace.models.generation_config import GenerationRules
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
 from headrace_predictor.engine.state.constraint import restrictions_of
 from headrace_predictor.engine.state.sequence import SamplingRow
+from tests.support.as_on_gpu import AsOnGpu
 
 
 def row(output_ids=(), input_ids=(1,), end_ids=frozenset({2}), **parameters):
@@ -96,6 +98,27 @@ def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data)
     assert together.token_ids == [one.token_ids[0] for one in alone]
     assert together.logprobs == [one.logprobs[0] for one in alone]
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 5003])
+@settings(max_examples=settings.default.max_examples // 4)
+@given(st.data())
+def test_on_a_gpu_rows_have_the_same_tokens_and_the_host_waits_once(vocabulary, data):
+    size = data.draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    logits = torch.randn(size, vocabulary, generator=generator)
+    rules = GenerationRules(
+        suppress_tokens=(1,), min_length=4, no_repeat_ngram_size=2, exponential_decay_length_penalty=(1, 1.2)
+    )
+    rows = [
+        any_row(data.draw, vocabulary)._replace(rules=data.draw(st.sampled_from([None, rules]))) for _ in range(size)
+    ]
+    masks = [0], torch.arange(vocabulary)[None] % 3 == 0
+    expected = sample(logits, rows, masks)
+    with AsOnGpu() as gpu:
+        found = sample(logits, rows, masks)
+    assert found.token_ids == expected.token_ids
+    assert gpu.waits == ["tolist"]
 
 
 @pytest.mark.parametrize(("vocabulary", "spread"), [(50, 4.0), (5003, 0.5)])

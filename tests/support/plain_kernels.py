@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorm, Matrix
 from headrace_predictor.engine.state.attention import Range, Scores
 
 
@@ -33,12 +33,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Range, scores:
 
 
 def turn_and_store(
-    packed: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    norm: tuple[Tensor, float] | None,
-    keys: Tensor,
-    values: Tensor,
-    tokens: Range,
+    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: HeadNorm | None, keys: Tensor, values: Tensor, tokens: Range
 ) -> Tensor:
     heads, size, page = keys.shape[1:]
     parts = packed.view(len(packed), -1, size)

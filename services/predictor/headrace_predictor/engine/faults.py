@@ -13,8 +13,13 @@ from torch import Tensor
 from headrace.errors import NotReadyError
 from headrace_predictor.engine.interface import EngineDeadError
 
-# Texts of plain RuntimeErrors: of torch's DefaultCPUAllocator, of cuBLAS, and of Triton's launches.
-_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
+# Texts of other errors: of torch's DefaultCPUAllocator, of cuBLAS, and of what CUDA itself or a launch of Triton lacks.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+)
 _OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 
 _RETRY_AFTER_MS = 100

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, Matrix, Operations
+from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorm, Matrix, Operations
 from headrace_predictor.engine.gpu.paged_attention import LANES, attend
 from headrace_predictor.engine.state.attention import Range
 
@@ -57,12 +57,7 @@ def _turn_and_store(
 
 
 def turn_and_store(
-    packed: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    norm: tuple[Tensor, float] | None,
-    keys: Tensor,
-    values: Tensor,
-    tokens: Range,
+    packed: Tensor, rotary: tuple[Tensor, Tensor], norm: HeadNorm | None, keys: Tensor, values: Tensor, tokens: Range
 ) -> Tensor:
     """Norms and turns queries and keys of `packed` [T, queries, keys and values]; stores keys and values.
 

@@ -22,6 +22,7 @@ class Matrix(NamedTuple):
     scales: Tensor | None = None
 
 
+HeadNorm = tuple[Tensor, float]  # Of each query and each key head: weights [2, head size], and epsilon.
 Attend = Callable[[Tensor, Tensor, Tensor, Range, Scores], Tensor]
 
 
@@ -30,7 +31,5 @@ class Operations(NamedTuple):
 
     attend: Attend
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
-    turn_and_store: Callable[
-        [Tensor, tuple[Tensor, Tensor], tuple[Tensor, float] | None, Tensor, Tensor, Range], Tensor
-    ]
+    turn_and_store: Callable[[Tensor, tuple[Tensor, Tensor], HeadNorm | None, Tensor, Tensor, Range], Tensor]
     gate: Callable[[Tensor], Tensor]

@@ -44,14 +44,13 @@ def cuda_recorder() -> Record:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # cuBLAS keeps memory for each.
 
     def record(compute: Callable[[], None]) -> Callable[[], None]:
-        waits = torch.cuda.get_sync_debug_mode()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda.set_sync_debug_mode("error")
             try:
                 compute()
             finally:
-                torch.cuda.set_sync_debug_mode(waits)
+                torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream()),  # Whatever happens it is the current one again.

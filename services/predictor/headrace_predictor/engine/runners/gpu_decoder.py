@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import Matrix, Operations
+from headrace_predictor.engine.gpu.operations import HeadNorm, Matrix, Operations
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.state.attention import Scores
 
@@ -56,10 +56,9 @@ class _Layer:
         self.project = _joined(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up = _joined(dtype, feed_forward.gate_proj, feed_forward.up_proj)
         self.output, self.down = _joined(dtype, attention.o_proj), _joined(dtype, feed_forward.down_proj)
-        self.norm, self.second_norm = (
-            _norm(one, dtype) for one in (layer.input_layernorm, layer.post_attention_layernorm)
-        )
-        self.head_norm: tuple[Tensor, float] | None = None
+        self.norm = _norm(layer.input_layernorm, dtype)
+        self.second_norm = _norm(layer.post_attention_layernorm, dtype)
+        self.head_norm: HeadNorm | None = None
         if hasattr(attention, "q_norm"):
             weights = torch.stack((attention.q_norm.weight.detach(), attention.k_norm.weight.detach()))
             self.head_norm = weights, attention.q_norm.variance_epsilon

@@ -6,7 +6,7 @@ anything to change. The rules concern the ids that the decoder has seen: prompt 
 model's start token and output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import SamplingRow
 
 
@@ -23,8 +24,8 @@ def add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if not biased:
         return scores
     at, _ = places([i for i, _ in biased], [one.biased_ids for _, one in biased], scores.device)
-    biases = torch.from_numpy(np.concatenate([one.biases for _, one in biased])).to(scores)
-    return scores.index_put(at, biases, accumulate=True)
+    biases = on_device(np.concatenate([one.biases for _, one in biased]), np.float64, scores.device)
+    return scores.index_put(at, biases.to(scores.dtype), accumulate=True)
 
 
 def mask(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -38,11 +39,11 @@ def mask(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if limited:
         indices = [i for i, _ in limited]
         at, _ = places(indices, [ids for _, ids in limited], scores.device)
-        masked.index_fill_(0, torch.tensor(indices, device=scores.device), -torch.inf)
+        masked.index_fill_(0, on_device(indices, np.int64, scores.device), -torch.inf)
         masked[at] = scores[at]
     if bad:
         at, _ = places([i for i, _ in bad], [ids for _, ids in bad], scores.device)
-        masked.index_put_(at, masked.new_tensor(-torch.inf))
+        masked.index_put_(at, masked.new_full((), -torch.inf))
     return masked
 
 
@@ -51,7 +52,7 @@ def places(
 ) -> tuple[tuple[Tensor, Tensor], list[int]]:
     """Row and token index of every id, and how many ids each row has."""
     lengths = [len(row_ids) for row_ids in ids]
-    both = torch.from_numpy(np.stack([np.repeat(indices, lengths), np.concatenate(ids)])).to(device)
+    both = on_device(np.stack([np.repeat(indices, lengths), np.concatenate(ids)]), np.int64, device)
     return (both[0], both[1]), lengths
 
 
@@ -79,28 +80,33 @@ def _apply(scores: Tensor, row: SamplingRow) -> None:
     rules, ids, produced = row.rules, _decoded(row), len(row.output_ids)
     if rules is None:
         return
-    eos = list(row.end_ids)
+
+    def at(token_ids: Iterable[int]) -> Tensor:
+        return on_device([*token_ids], np.int64, scores.device)
+
+    eos = at(row.end_ids)
     if rules.exponential_decay_length_penalty is not None:
         start, factor = rules.exponential_decay_length_penalty
         ends = scores[eos]
         gain = ends.abs() * (factor ** max(produced - start, 0) - 1)
         scores[eos] = torch.where(ends.isfinite(), ends + gain, ends)
     banned = {*rules.suppress_tokens}
-    banned.update(bad[-1] for bad in rules.bad_words_ids if _follows(ids, bad) and (len(bad) > 1 or bad[0] not in eos))
+    words = (bad for bad in rules.bad_words_ids if len(bad) > 1 or bad[0] not in row.end_ids)
+    banned.update(bad[-1] for bad in words if _follows(ids, bad))
     banned |= _repeats(ids, ids, rules.no_repeat_ngram_size)
     banned |= _repeats(np.asarray(row.input_ids), ids, rules.encoder_no_repeat_ngram_size)
     has_start_only = len(ids) - produced == 1  # Of the decoder's ids, before the first output.
     if produced == int(has_start_only and rules.forced_bos_token_id is not None):
         banned.update(rules.begin_suppress_tokens)
     if len(ids) < rules.min_length:
-        banned.update(eos)
-    scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
+        banned.update(row.end_ids)
+    scores[at(token_id for token_id in banned if token_id < len(scores))] = -torch.inf
     forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
     if not forced and rules.forced_bos_token_id is not None and len(ids) == 1:
         forced = (rules.forced_bos_token_id,)
     if forced:
         scores.fill_(-torch.inf)
-        scores[list(forced)] = 0.0
+        scores[at(forced)] = 0.0
 
 
 def _decoded(row: SamplingRow) -> NDArray[np.int64]:

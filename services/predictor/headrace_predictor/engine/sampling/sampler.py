@@ -139,7 +139,7 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = scores.clone()
 
     def column(values: list[float], lengths: list[int]) -> Tensor:
-        return torch.from_numpy(np.repeat(values, lengths)).to(scores)
+        return on_device(np.repeat(values, lengths), np.float64, scores.device).to(scores.dtype)
 
     # A token that occurs twice is written twice, with the same value.
     if repeating:
@@ -173,8 +173,9 @@ def _mask_forbidden(scores: Tensor, masks: tuple[list[int], Tensor] | None) -> T
         masked = scores.numpy().copy()
         masked[rows] = np.where(forbidden.numpy(), -np.inf, masked[rows])
         return torch.from_numpy(masked)
-    index = torch.tensor(rows, device=scores.device)
-    return scores.index_copy(0, index, scores[index].masked_fill_(forbidden.to(scores.device), -torch.inf))
+    index = on_device(rows, np.int64, scores.device)
+    both = scores[index].masked_fill_(on_device(forbidden.numpy(), np.bool_, scores.device), -torch.inf)
+    return scores.index_copy(0, index, both)
 
 
 def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -187,8 +188,8 @@ def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     ]
     if not masked:
         return scores
-    at = torch.tensor(masked, device=scores.device)
-    return scores.index_put((at[:, 0], at[:, 1]), scores.new_tensor(-torch.inf))
+    at = on_device(masked, np.int64, scores.device)
+    return scores.index_put((at[:, 0], at[:, 1]), scores.new_full((), -torch.inf))
 
 
 def _draw(
@@ -224,7 +225,7 @@ def _draw_filtered(
     tiers = () if scores.is_cuda else tuple(count for count in _CANDIDATES if count < size)
     undecided = list(range(rows))
     for count in tiers:
-        index = torch.tensor(undecided, device=scores.device)
+        index = on_device(undecided, np.int64, scores.device)
         values, ids = largest(_at(scores, index), count)
         weights = _at(probabilities, index).gather(1, ids)
         inside = _inside(values, weights, [parameters[i] for i in undecided], size)
@@ -278,7 +279,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _with_logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """The ids with the log probabilities that rows ask for."""
     scored = [i for i, row in enumerate(rows) if row.sampling.logprobs]
-    index = torch.tensor(scored, device=raw.device)
+    index = on_device(scored, np.int64, raw.device)
     logprobs = raw[index].log_softmax(-1)
     # The same number for every row, because it can change the order of equal ones.
     count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(row.sampling.top_logprobs for row in rows) else 0

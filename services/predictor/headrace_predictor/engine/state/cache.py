@@ -216,4 +216,4 @@ class KeyValueCache:
     def clear(self, blocks: Rows[int]) -> None:
         """Zeroes blocks in all layers."""
         if blocks:
-            self._memory.index_fill_(0, torch.tensor(blocks, device=self.device), 0)
+            self._memory.index_fill_(0, on_device(blocks, np.int64, self.device), 0)
