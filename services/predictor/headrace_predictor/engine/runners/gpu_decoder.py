@@ -35,7 +35,7 @@ def _joined(dtype: torch.dtype, *linears: Any) -> Matrix:
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases).detach().to(dtype) if biases else None
-    joined = torch.cat(weights).detach()
+    joined = (torch.cat(weights) if len(weights) > 1 else weights[0]).detach()
     is_int8 = joined.dtype == torch.int8
     if is_int8 or joined.dtype == dtype:
         for weight, part in zip(weights, torch.split(joined, [len(weight) for weight in weights]), strict=True):
