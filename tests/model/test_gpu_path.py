@@ -2,12 +2,13 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from headrace.errors import RequestFailedError
+from headrace.errors import RequestFailedError, StartupError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
@@ -239,6 +240,26 @@ def test_nothing_in_a_step_waits_for_the_device(is_recorded):
             with AsOnGpu() as gpu:
                 runner.choose(rows, runner.choose(rows))
         assert gpu.waits == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("exact", "weights"), [(False, "auto"), (True, "auto"), (False, "int8")])
+def test_without_kernels_attention_copies_unless_they_are_needed(family, exact, weights, monkeypatch, caplog):
+    pytest.importorskip("triton", exc_type=ImportError)
+    model = random_model(family)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    of_paged = lambda operations=None: None if operations is None else "its logits differ"  # noqa: E731
+    proof, settings = SimpleNamespace(model=model, of_paged=of_paged), SimpleNamespace(exact=exact, weights=weights)
+    if not exact and weights == "auto":
+        assert build.prove_on_gpu("chat", proof, settings) == (None, None)
+        assert "model chat: attention copies keys and values; its logits differ" in caplog.text
+    else:
+        asked = "PREDICTOR_EXACT" if exact else "PREDICTOR_WEIGHTS=int8"
+        fault = (
+            "needs Triton's kernels: its logits differ" if family == "llama" else "on CUDA is for Llama, .* is none of"
+        )
+        with pytest.raises(StartupError, match=f"{asked} {fault}"):
+            build.prove_on_gpu("chat", proof, settings)
 
 
 class Scenario:
