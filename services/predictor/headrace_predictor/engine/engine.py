@@ -69,7 +69,7 @@ class ContinuousBatchingEngine:
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
         lookup: PromptLookup | None = None,
-        chooser: PagedRunner | None = None,
+        chooser: PagedRunner | None = None,  # The runner, where steps that decode overlap.
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
