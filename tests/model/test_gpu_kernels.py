@@ -11,8 +11,13 @@ import torch
 
 from headrace_predictor.engine.gpu.operations import Matrix
 from headrace_predictor.engine.runners.gpu_decoder import quantise
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.state.attention import Range, Scores
+from tests.random_models import random_model
 from tests.support import plain_kernels as plain
+from tests.support.full import usually
+from tests.zoo import VOCABULARY
 
 kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for Linux.
 
@@ -164,6 +169,15 @@ def test_an_int8_product_is_that_of_the_plain_one_bit_by_bit(rows):
     assert torch.equal(kernels.linear(x, matrix), plain.linear(x, matrix))
     x[0, 5] = torch.inf
     assert kernels.linear(x, matrix)[0].isnan().all()
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("family", usually(("qwen3",), ["qwen3", "llama", "gpt_oss"]))
+def test_a_model_has_its_own_logits_by_the_kernels(family, is_exact):
+    model = random_model(family).float().to(DEVICE)
+    with torch.inference_mode():
+        proof = Proof(model, cache_shape(model), VOCABULARY, 128)
+        assert proof.of_paged(kernels.operations(is_exact)) is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="they run on one")
