@@ -176,8 +176,10 @@ def fork_engine_host(control: socket.socket) -> int:
     except ConnectionRefusedError:
         start_zygote("predictor", address, environment)
         connection = asked()
-    with connection, connection.makefile() as answer:
-        return int(answer.readline())
+    with connection.makefile() as answer:
+        pid = int(answer.readline())
+    connection.detach()  # It stays open as long as this worker lives, with which the host ends.
+    return pid
 
 
 _spawn = process.spawn

@@ -3,8 +3,8 @@
 `python -m tests.support.zygote RUN_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
 imports. Each connection to the socket asks for one service: a pickled (arguments, environment, folder) with the file
 descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
-service leads a session of its own and dies with this process, as a started one dies with its supervisor
-(headrace_runner/tether.py); this process ends with the run of the tests.
+service leads a session of its own and dies with its connection, so with a killed worker of the tests, and with this
+process, as a started one dies with its supervisor (headrace_runner/tether.py); this process ends with the run.
 """
 
 import array
@@ -70,9 +70,13 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[s
             for key, _ in selector.select():
                 if key.fd == run_fd:
                     raise SystemExit(0)
-                if key.fileobj is not listener:
+                if key.fd == woken:
                     os.read(woken, 4096)
-                    report_ends(waiting)
+                    report_ends(waiting, selector)
+                    continue
+                if key.fileobj is not listener:
+                    if key.data in waiting:  # Else it has just been reported.
+                        os.kill(key.data, signal.SIGKILL)
                     continue
                 connection = listener.accept()[0]
                 data, fds = received(connection)
@@ -91,14 +95,16 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[s
                 for fd in fds:
                     os.close(fd)
                 waiting[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
                 connection.sendall(b"%d\n" % pid)
 
 
-def report_ends(waiting: dict[int, socket.socket]) -> None:
+def report_ends(waiting: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
     for pid in list(waiting):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             with waiting.pop(pid) as connection, suppress(OSError):  # A stopped stack does not wait for it.
+                selector.unregister(connection)
                 connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
