@@ -4,7 +4,7 @@ The gateway sets the metadata `x-headrace-client`, a name, and `x-headrace-polic
 that a caller sent under these names. Without keys there is neither: every caller is ANYONE, which may do everything.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv6Address, IPv6Network
@@ -76,9 +76,9 @@ ANYONE = Client("", Policy(role="admin"))
 _LOWEST_WEIGHT = 0.001
 
 
-def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -> Client:
+def client_of(metadata: Iterable[tuple[str, str | bytes]]) -> Client:
     """The client of a call by its metadata; raises UnauthenticatedError if a policy cannot be read."""
-    name, policy = _values(metadata.items() if isinstance(metadata, Mapping) else metadata, CLIENT, POLICY)
+    name, policy = _values(metadata, CLIENT, POLICY)
     return _client(name, policy) if name else ANYONE
 
 

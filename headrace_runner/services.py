@@ -171,8 +171,6 @@ def predictor_tuning(settings: StackSettings) -> Environment:
         _ALLOCATOR
         | _LARGE_PAGES
         | {
-            # Idle threads of the model sleep instead of spinning on cores that others need.
-            "OMP_WAIT_POLICY": "passive",
             # Replicas share the machine's memory and its GPU.
             "PREDICTOR_MEMORY_SHARE": f"{_MEMORY_SHARE / max(1, settings.predictors):.3f}",
             "PREDICTOR_GPU_MEMORY_SHARE": f"{_GPU_MEMORY_SHARE / max(1, settings.predictors):.3f}",
