@@ -50,6 +50,16 @@ async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):
     assert time.process_time() - begun < 1
 
 
+async def test_a_prompt_of_more_tokens_than_fit_or_of_none_is_refused(storyteller):
+    text = "Once upon a time"
+    ids = await storyteller.encode(text, 1024)
+    assert await storyteller.encode(text, len(ids)) == ids
+    with pytest.raises(ContextLengthError, match=f"has {len(ids)} tokens, the context is {len(ids) - 1}"):
+        await storyteller.encode(text, len(ids) - 1)
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        await storyteller.encode("", 1024, add_special_tokens=False)
+
+
 async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(storyteller):
     turns = 0
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -118,7 +119,10 @@ async def send_bodies_that_never_end() -> None:
 @pytest.mark.parametrize("kind", ["pings", pytest.param("settings", marks=pytest.mark.full)])
 async def test_a_flood_of_frames_that_need_an_answer_fills_no_queue(served: Served, kind: str) -> None:
     frame = {"pings": b"\0\0\x08\6\0\0\0\0\0" + b"x" * 8, "settings": b"\0\0\0\4\0\0\0\0\0"}[kind]
-    reader, writer = await asyncio.open_connection(HOST, served.port, limit=KIB)  # The answers are not read.
+    unread = socket.socket()  # The answers are not read, and few fit.
+    unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * KIB)
+    unread.connect((HOST, served.port))
+    reader, writer = await asyncio.open_connection(sock=unread, limit=KIB)
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
     sent = 0
     with suppress(TimeoutError):

@@ -116,16 +116,14 @@ async def test_several_records_are_in_flight_each_with_the_requests_event_before
         return ACCEPTED
 
     server.answer = answer
-    await append(store, range(1, 301))
+    await append(store, range(1, 61))
     async with running(store, cloud_events(server.url), concurrency=4):
-        await until(lambda: len(server.taken) == 600)
-        await until(lambda: cursor_is(store, server.url, 300))
-    assert sorted(server.keys) == sorted(pairs(range(1, 301)))
+        await until(lambda: len(server.taken) == 120)
+        await until(lambda: cursor_is(store, server.url, 60))
+    assert sorted(server.keys) == sorted(pairs(range(1, 61)))
     assert server.at_once == 4
     first = {key: place for place, key in reversed(list(enumerate(server.keys)))}
-    assert all(
-        first[request] < first[answer] for request, answer in zip(*[iter(pairs(range(1, 301)))] * 2, strict=True)
-    )
+    assert all(first[request] < first[answer] for request, answer in zip(*[iter(pairs(range(1, 61)))] * 2, strict=True))
 
 
 async def test_a_sink_that_dies_and_returns_gets_every_event(store, server, caplog):
@@ -217,19 +215,22 @@ class WatchedStore:
         return await self._store.after(position, limit)
 
 
-async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_no_further(store, server, other):
+async def test_a_hanging_sink_delays_neither_the_log_nor_another_sink_and_reads_no_further(
+    store, server, other, monkeypatch
+):
+    monkeypatch.setattr(runner_module, "_PAGE", 32)
     other.answer = lambda event: asyncio.Event().wait()
     watched = WatchedStore(store)
     async with running(store, cloud_events(server.url)), running(watched, cloud_events(other.url)) as stuck:
-        for first in range(1, 501, 50):
-            await append(store, range(first, first + 50))
-        await until(lambda: cursor_is(store, server.url, 500))
+        for first in range(1, 101, 10):
+            await append(store, range(first, first + 10))
+        await until(lambda: cursor_is(store, server.url, 100))
         # More once a request is repeated that had no answer in time.
         await until(lambda: other.at_once >= 4)
         assert stuck.counts == {}
         # Unsent records are in the store, not in memory: only one page was read.
         assert set(watched.read_after) == {0}
-    assert sorted(server.keys) == sorted(pairs(range(1, 501)))
+    assert sorted(server.keys) == sorted(pairs(range(1, 101)))
     assert await cursor_is(store, other.url, 0)
 
 
@@ -622,15 +623,15 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     # The lag is that of the oldest waiting record, counted from its end, however many arrive later.
     await store.append([ended_ago(2, 100, duration_ms=500_000)])
     await until(lambda: 100 <= measured.lag("a") < 200)
-    await store.append([ended_ago(number, 10) for number in range(3, 100)])
-    await until(lambda: len(other.taken) == 2 * 99)
+    await store.append([ended_ago(number, 10) for number in range(3, 20)])
+    await until(lambda: len(other.taken) == 2 * 19)
     await until(lambda: measured.lag("b") == 0)
     assert 100 <= measured.lag("a") < 200
 
     await server.start()
     await until(lambda: measured.lag("a") < 100)
     await until(lambda: measured.lag("a") == 0)
-    assert len(server.taken) >= 2 * 99
+    assert len(server.taken) >= 2 * 19
 
 
 async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(

@@ -182,7 +182,7 @@ async def test_readers_see_every_committed_record_while_others_are_written(store
 
     async def write():
         nonlocal committed
-        for batch in range(40):
+        for batch in range(20):
             await store.append([append_request(batch * 25 + n) for n in range(1, 26)])
             committed = (batch + 1) * 25
 
@@ -193,7 +193,7 @@ async def test_readers_see_every_committed_record_while_others_are_written(store
             assert found == list(range(len(found), 0, -1))
             assert len(found) >= before
 
-    await asyncio.gather(write(), *(read(1000) for _ in range(6)))
+    await asyncio.gather(write(), *(read(500) for _ in range(3)))
 
 
 @only_sqlite

@@ -60,9 +60,10 @@ async def test_a_record_has_all_recorded_parts(taps, ingest):
     recording.chunk("", [])
     recording.chunk("Once ", [5, 6], [-0.5, -1.5])
     recording.chunk("upon", [7])
+    recording.fingerprint = "f"
     recording.end("OK", finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=3))
     [record] = await recorded(tap, ingest)
-    assert record.record_id == recording.record_id
+    assert (record.record_id, record.fingerprint) == (recording.record_id, "f")
     assert (record.request_id, record.model, record.prompt, record.parameters, record.trace_id) == (
         "r", "m", "p", "{}", "t",
     )  # fmt: skip
