@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 
 VOCABULARY = 1536
-PAGED, HYBRID, SEQ2SEQ, ROW = RUNNERS = "paged", "hybrid", "encoder-decoder", "one row"
+PAGED, HYBRID, SEQ2SEQ, ROW, CACHELESS = RUNNERS = "paged", "hybrid", "encoder-decoder", "one row", "one row, no cache"
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DECODER = {
@@ -126,6 +126,8 @@ class Family:
             return 20
         if self.common is _SEQ2SEQ or self.model_type in ("bert", "minicpm3"):
             return 8 if "att" in name else 1  # Their answers would hardly depend on the prompt.
+        if self.outcome == CACHELESS:
+            return 4 if "attn" in name or "tokens_embed" in name else 1
         # Gemma multiplies its embeddings by the root of their size.
         return 1.5 / (8 if "embed_tokens" in name and "gemma" in self.model_type else 1)
 
@@ -236,6 +238,7 @@ def _families() -> Iterator[Family]:
                    rope_parameters=_LONG, original_max_position_embeddings=24)
     yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=20,
                    rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.3})
+    yield _decoder("GPT", "openai-gpt", CACHELESS)
     yield _decoder("GPT-2", "gpt2", PAGED)
     yield _decoder("GPT-J", "gptj", PAGED, rotary_dim=8)
     yield _decoder("GPT-Neo", "gpt_neo", PAGED, attention_types=[[["global", "local"], 1]], window_size=12)

@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 SLICE = {
     "Llama 4", "Qwen3-Next", "Gemma 2", "Gemma 4", "Mistral", "Qwen2.5-VL", "GPT-2", "BLOOM", "Falcon", "GPT-OSS",
     "DeepSeek V3, R1, Kimi K2", "Mamba", "XLNet", "T5", "BART", "Phi 3, Phi 4 mini: LongRoPE", "Phi 3.5 MoE", "Whisper",
+    "GPT",
 }  # fmt: skip
 
 
