@@ -301,6 +301,13 @@ async def test_keys_are_for_the_names_that_requests_use(tmp_path):
         await answered(router, "stable", a_call(**headers))
 
 
+def test_the_names_are_those_of_models_and_of_routes_behind_which_there_is_one(tmp_path):
+    router, catalogue = a_router(tmp_path)
+    assert router.names == [*catalogue.models, "chat"]
+    router, catalogue = a_router(tmp_path, "chat: {model: nobody}")
+    assert router.names == [*catalogue.models]
+
+
 def test_a_model_that_has_a_route_is_not_called_directly(tmp_path):
     router, _ = a_router(tmp_path)
     assert router.direct_names == ["other"]
