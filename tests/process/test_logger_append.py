@@ -17,6 +17,7 @@ from headrace.errors import HopBrokenError, NotReadyError, StartupError
 from headrace.rpc.client.channel import open_channel
 from headrace_logger.backup import main as copy
 from headrace_logger.export.export import main as export
+from headrace_logger.store import tables, writing
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
@@ -270,20 +271,20 @@ async def test_what_two_loggers_receive_at_once_is_there_once_in_one_order(store
 
 
 async def test_no_reader_in_the_order_of_commit_misses_a_record_of_another_logger(stores):
-    loggers, reader = [await stores(), await stores()], await stores()
-    seen, position = [], 0
+    first, second, reader = [await stores() for _ in range(3)]
 
-    async def write(store, first):
-        for number in range(first, first + 50):
-            await store.append([append_request(number, source=str(first))])
+    def waits():
+        with reader.database._reading.connect() as connection:
+            return connection.exec_driver_sql("SELECT count(*) FROM pg_locks WHERE NOT granted").scalar_one()
 
-    writing = asyncio.gather(write(loggers[0], 1), write(loggers[1], 1001))
-    while not writing.done() or await reader.after(position, 1):
-        for stored in await reader.after(position, 7):
-            seen.append(stored.record.record_id)
-            position = stored.position
-    await writing
-    assert len(seen) == len(set(seen)) == 100
+    with first.database.begin() as connection:
+        writing.append(connection, [append_request(1, source="first", client="a")], tables.now_us(), first._usage)
+        later = asyncio.create_task(second.append([append_request(2, source="second", client="b")]))
+        await until(lambda: later.done() or waits())
+        seen = await reader.after(0, 9)
+    await later
+    seen += await reader.after(seen[-1].position if seen else 0, 9)
+    assert len({stored.record.record_id for stored in seen}) == 2
 
 
 async def test_a_deletion_at_one_logger_covers_what_arrives_late_at_another(stores):
