@@ -77,8 +77,9 @@ class GenerationModel(ServedModel):
             hand_back(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
-        """Generates two tokens with the engine: a model that is ready has generated before."""
-        sampling = self.loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
+        """Draws two tokens with the engine: a model that is ready has generated before."""
+        changes = {"max_tokens": 2, "ignore_eos": True, "temperature": 1.0}
+        sampling = self.loaded.defaults.changed(changes).resolved(2)
         submission = Submission(
             request_id="warm-up",
             prompt_ids=[0],

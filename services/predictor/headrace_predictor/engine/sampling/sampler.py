@@ -32,14 +32,22 @@ from torch import Tensor
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_predictor.engine.interface import Logprobs
 from headrace_predictor.engine.sampling.rules import add_biases, add_rule_biases, apply_rules, mask, places
-from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
+from headrace_predictor.engine.sampling.vocabulary import (
+    IS_COMPILED,
+    argmax,
+    invert,
+    largest,
+    maximum,
+    ordered,
+    softmax,
+)
 from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
 # Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token,
 # or the same file in a format of integers other logits.
-SAMPLER_VERSION = 3
+SAMPLER_VERSION = 4 if IS_COMPILED else 3
 
 # The numbers of candidates that a CPU tries before it sorts the whole vocabulary. Fixed, so that a row takes the same
 # path, with the same rounding, in every batch.
@@ -196,9 +204,7 @@ def _draw(
     scores: Tensor, highest: Tensor, parameters: Sequence[SamplingParameters], uniforms: Sequence[float]
 ) -> Tensor:
     """Samples ids by each row's temperature, filters and uniform number; `highest` [rows, 1] is the largest score."""
-    # Subtract first: a low temperature would magnify the rounding errors of large scores.
-    relative = (scores - highest).div_(_column([s.temperature for s in parameters], scores))
-    probabilities = relative.softmax(-1)
+    probabilities = softmax(scores, highest, _column([s.temperature for s in parameters], scores))
     numbers = on_device(uniforms, np.float64, scores.device)
     filtered = [i for i, s in enumerate(parameters) if s.is_filtered]
     if not filtered:
