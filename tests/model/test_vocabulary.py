@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
+from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered, softmax
 
 SIZES = st.sampled_from([1, 2, 127, 128, 129, 640, 1536, 5003])
 
@@ -29,6 +29,17 @@ def test_the_largest_are_the_first_of_a_sort(size, levels, seed, count):
     assert torch.equal(found, ordered(values)[:, :count])
     assert torch.equal(values.gather(1, ids), found)
     assert all(len(set(row)) == count for row in ids.tolist())
+
+
+@given(SIZES, st.integers(0, 1000))
+def test_softmax_is_that_of_float64_and_of_each_row_alone(size, seed):
+    values = torch.randn(3, size, generator=torch.Generator().manual_seed(seed)) * 30
+    values[1, size // 2] = -torch.inf if size > 1 else 0.0
+    highest, divisors = maximum(values)[:, None], torch.tensor([[1.0], [0.01], [2.0]])
+    found = softmax(values, highest, divisors)
+    assert torch.allclose(found.double(), (values.double() / divisors.double()).softmax(-1), atol=1e-6, rtol=1e-4)
+    alone = [softmax(values[i : i + 1], highest[i : i + 1], divisors[i : i + 1]) for i in range(3)]
+    assert torch.equal(found, torch.cat(alone))
 
 
 @given(SIZES, st.integers(0, 1000), st.floats(0, 1, exclude_max=True), st.booleans())

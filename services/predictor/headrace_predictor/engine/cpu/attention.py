@@ -36,9 +36,11 @@ from numba.extending import overload
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS, run_in_parallel
 from headrace_predictor.engine.cpu.pairs import (
+    HAS_MATRICES,
     PANEL_COLUMNS,
     STEP,
     add_products,
+    add_row_products,
     narrow_row,
     pair_rows,
     product_type,
@@ -223,6 +225,19 @@ def _pair_block(stored: Any, used: Any, pairs: Any) -> None:
                 pairs[panel, row // 2, d] |= np.uint32(stored[row, first + d]) << np.uint32(row % 2 * 16)
 
 
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _reads_once(rows: Any, size: Any) -> Any:
+    """Whether the rows are so few that blocks of heads of this size are not worth a copy in pairs."""
+    return not HAS_MATRICES and len(rows) <= _FEW_ROWS and size % STEP == 0
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _with_next(stored: Any, slot: Any, blocks: Any, start: Any, stop: Any, h: Any) -> Any:
+    """A head's keys or values of the block from `start` on, and the address of those of the next one."""
+    at, last = start // BLOCK_TOKENS, stop // BLOCK_TOKENS - 1
+    return stored[blocks[at], slot, h], stored[blocks[min(at + 1, last)], slot, h].ctypes.data
+
+
 @overload(_score, jit_options=OPTIONS, strict=False)  # type: ignore[untyped-decorator]
 def _choose_score(like: Any, *_: Any) -> Any:
     return _score_pairs if like == types.uint16 else _score
@@ -233,6 +248,12 @@ def _score_pairs(
 ) -> None:
     """`_score` in bfloat16."""
     start, stop = _blocks_of(firsts[0], ends[-1])
+    if _reads_once(queries, keys.shape[3]):
+        scores[:, start:stop] = _ZERO
+        for first in range(start, stop, BLOCK_TOKENS):
+            stored, following = _with_next(keys, slot, blocks, first, stop, h)
+            add_row_products(queries, stored, scores[:, first : first + BLOCK_TOKENS], following)
+        return
     halves = queries.shape[1] // 2
     for first in range(start, stop, _SEGMENT):
         end = min(first + _SEGMENT, stop)
@@ -260,6 +281,17 @@ def _sum_pairs(
         narrow_row(weights[row, near:far], rounded[row, near:far])
         rounded[row, start:near] = 0
         rounded[row, far:stop] = 0
+    if _reads_once(weights, values.shape[4]):
+        for first in range(start, stop, BLOCK_TOKENS):
+            stored, following = _with_next(values, slot, blocks, first, stop, h)
+            used = ends[-1] - first
+            if used < BLOCK_TOKENS:
+                whole = memory.view(np.uint16)[: stored.size].reshape(stored.shape)
+                whole[:used] = stored[:used]
+                whole[used:] = 0
+                stored = whole
+            add_row_products(rounded[:, first : first + BLOCK_TOKENS], stored, sums, following)
+        return
     panels = sums.shape[1] // PANEL_COLUMNS
     for first in range(start, stop, _SEGMENT):
         end = min(first + _SEGMENT, stop)

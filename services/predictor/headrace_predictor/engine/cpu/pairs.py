@@ -28,6 +28,7 @@ _LANES = 16
 _TILE = 16  # Rows of a tile.
 TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
 _VECTOR_ROWS = 8  # … by the instruction for vectors.
+_FEW_ROWS = 4  # … that pair what they read themselves.
 _SOON = 1024  # Bytes that few rows read before those that they fetch.
 
 _SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
@@ -153,13 +154,18 @@ def pair_rows(typing_context: Any, stored: Any, pairs: Any) -> Any:
         with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(1), _SIZE) as (k, _):
             own = rows.at(builder, builder.mul(k, _SIZE(2)))
             for at in range(0, PANEL_COLUMNS, _LANES):
-                places = (own.at(builder, _SIZE(i), 2 * at).pointer(builder, _HALVES) for i in range(2))
-                low, high = (builder.zext(builder.load(place, align=2), _INTS) for place in places)
-                both = builder.or_(low, builder.shl(high, ir.Constant(_INTS, [16] * _LANES)))
+                both = _pair(builder, own, at)
                 builder.store(both, out.at(builder, k, 4 * at).pointer(builder, _INTS), align=4)
         return context.get_dummy_value()
 
     return types.void(stored, pairs), generate
+
+
+def _pair(builder: Any, rows: Rows, column: int) -> Any:
+    """Numbers of two rows, from a column on, in pairs."""
+    places = (rows.at(builder, _SIZE(i), 2 * column).pointer(builder, _HALVES) for i in range(2))
+    low, high = (builder.zext(builder.load(place, align=2), _INTS) for place in places)
+    return builder.or_(low, builder.shl(high, ir.Constant(_INTS, [16] * _LANES)))
 
 
 def _products(is_new: bool) -> Any:
@@ -188,6 +194,32 @@ def _products(is_new: bool) -> Any:
         return types.void(weights, pairs, sums), generate
 
     return compute
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_row_products(typing_context: Any, weights: Any, rows: Any, sums: Any, following: Any) -> Any:
+    """`add_products` of a matrix [n, m] that is not in pairs, for few weights [q, n]: each of them reads it once.
+
+    Vectors only; m is a multiple of PANEL_COLUMNS. `following`: the address of what is read next, of the same size.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        arrays = _rows_of(context, builder, signature.replace(args=signature.args[:3]), arguments[:3])
+        (left, (count, _)), (right, (halves, columns)), (out, _) = arrays
+        steps, panels = builder.udiv(halves, _SIZE(STEP)), builder.udiv(columns, _SIZE(PANEL_COLUMNS))
+        each = builder.mul(_SIZE(2 * PANEL_COLUMNS), _SIZE(STEP))
+
+        def add(row: Any, number: int) -> None:
+            with cgutils.for_range_slice(builder, _SIZE(0), panels, _SIZE(1), _SIZE) as (panel, _):
+                own = right.at(builder, _SIZE(0), builder.mul(panel, _SIZE(2 * PANEL_COLUMNS)))
+                target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
+                ahead = Ahead(arguments[3], each, cache=2).behind(builder, builder.mul(panel, steps))
+                add_vectors(builder, number, 2, steps, left.at(builder, row), own, target, ahead=ahead, in_pairs=False)
+
+        with_rows(builder, count, _FEW_ROWS, add)
+        return context.get_dummy_value()
+
+    return types.void(weights, rows, sums, types.int64), generate
 
 
 # Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32
@@ -296,8 +328,9 @@ def add_vectors(
     reads_memory: bool = False,
     ahead: Ahead | None = None,
     is_new: bool = False,
+    in_pairs: bool = True,
 ) -> None:
-    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows."""
+    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows, `in_pairs` or not."""
     places = [
         [out.at(builder, _SIZE(i), 64 * v).pointer(builder, _FLOATS) for v in range(vectors)] for i in range(rows)
     ]
@@ -311,10 +344,14 @@ def add_vectors(
             ahead.fetch(builder, step)
         for k in range(STEP // 2):
             pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
-            own = [right.at(builder, pair, 64 * v) for v in range(vectors)]
-            for line in own if reads_memory else ():
-                fetch_soon(builder, line.address)
-            panel = [builder.load(line.pointer(builder, _INTS), align=4) for line in own]
+            if in_pairs:
+                own = [right.at(builder, pair, 64 * v) for v in range(vectors)]
+                for line in own if reads_memory else ():
+                    fetch_soon(builder, line.address)
+                panel = [builder.load(line.pointer(builder, _INTS), align=4) for line in own]
+            else:
+                both = right.at(builder, builder.mul(pair, _SIZE(2)))
+                panel = [_pair(builder, both, _LANES * v) for v in range(vectors)]
             for i, row in enumerate(totals):
                 place = left.at(builder, _SIZE(i), builder.mul(pair, _SIZE(4)))
                 weight = splat(builder, builder.load(place.pointer(builder, _WORD), align=2), _LANES)
