@@ -27,6 +27,7 @@ _LEAST, _LEAST_OF_PASS = 4, 32  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
 _MOST = 1 << 30  # Tokens, where steps seem to take no time.
 _PATIENCE_S = 0.25
+_PATIENCE_STEPS = 4  # Where steps take so long that in `_PATIENCE_S` few prompts come in.
 _MOST_PROMPTS = 32  # That count: a stream waits no longer for more of them.
 _LEAST_ALONE = 256  # Tokens.
 _READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
@@ -177,8 +178,9 @@ class PrefillPace:
       target;
     - 1 + prompts / streams times a step without prompts: each prompt gets as much time as each stream, so that one
       stream does not delay sixteen prompts;
-    - as many times a step without prompts as there are prompts, as long as that adds at most `_PATIENCE_S`:
-      streams lose the time of all prompts in any order, and fewer callers wait if prompts are first.
+    - as many times a step without prompts as there are prompts, as long as that adds at most `_PATIENCE_S`, or
+      `_PATIENCE_STEPS` such steps: streams lose the time of all prompts in any order, and fewer callers wait if prompts
+      are first.
 
     If no stream runs, a step may take `_PATIENCE_S`: new requests wait for its end, and a prompt of ordinary length
     fits undivided.
@@ -209,7 +211,7 @@ class PrefillPace:
         longest_s = max(
             self._max_gap_s,
             alone_s * max(_LEAST_STRETCH, 1 + count / streams),
-            alone_s + min(alone_s * (count - 1), _PATIENCE_S),
+            alone_s + min(alone_s * (count - 1), max(_PATIENCE_S, _PATIENCE_STEPS * alone_s)),
         )
         tokens = self._tokens_in(longest_s - alone_s, prompts)
         if not self._packed:
