@@ -73,7 +73,7 @@ _LAST_ID = 1000  # The last of each prompt: whole text, after which the first to
 _LOADED_STREAMS = 16
 _CROWD, _CROWD_ANSWERS, _CROWD_NEW_TOKENS = 64, 2, 32
 _KEEP_S = 20
-_READ_BYTES, _READ_S = 1 << 30, 1.0  # Some hosts allow twice the bandwidth for tenths of a second.
+_READ_BYTES, _READ_S = 1 << 30, 1.0  # After idle seconds some memory is half as fast, for about one.
 
 
 # Each contender's figures by name, one value for each round.
