@@ -47,7 +47,7 @@ from headrace_predictor.engine.state.sequence import SamplingRow
 NO_TOKEN = -1
 # Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token,
 # or the same file in a format of integers other logits.
-SAMPLER_VERSION = 4 if IS_COMPILED else 3
+SAMPLER_VERSION = 4 if IS_COMPILED else 3  # torch's softmax rounds otherwise than the kernel.
 
 # The numbers of candidates that a CPU tries before it sorts the whole vocabulary. Fixed, so that a row takes the same
 # path, with the same rounding, in every batch.
@@ -111,7 +111,7 @@ def choose(logits: Tensor, temperatures: Tensor | None = None, numbers: Tensor |
     scores, token_ids, highest = _likeliest(logits)
     if temperatures is not None and numbers is not None:
         divisors = temperatures.where(temperatures > 0, 1.0)[:, None].to(scores.dtype)
-        drawn = invert((scores - highest).div_(divisors).softmax(-1), numbers)
+        drawn = invert(softmax(scores, highest, divisors), numbers)
         token_ids = drawn.where(temperatures > 0, token_ids)
     return token_ids.where(highest.isfinite()[:, 0], NO_TOKEN)
 

@@ -47,9 +47,7 @@ def softmax(values: Tensor, highest: Tensor, divisors: Tensor) -> Tensor:
         return (values - highest).div_(divisors).softmax(-1)
     rows, size = values.shape
     out = torch.empty(rows, -(-size // _LANES) * _LANES)
-    _run(
-        probabilities.softmax, values, *(one.contiguous().view(-1).numpy() for one in (highest, divisors)), out.numpy()
-    )
+    _run(probabilities.softmax, values, highest[:, 0].numpy(), divisors[:, 0].numpy(), out.numpy())
     return out[:, :size]
 
 
