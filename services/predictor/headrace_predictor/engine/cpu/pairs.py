@@ -198,15 +198,15 @@ def _products(is_new: bool) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_row_products(typing_context: Any, weights: Any, rows: Any, sums: Any, following: Any) -> Any:
-    """`add_products` of a matrix [n, m] that is not in pairs, for few weights [q, n]: each of them reads it once.
+    """`add_products` of a matrix [n, m] not in pairs: every _FEW_ROWS rows of weights [q, n] pair it in registers.
 
     Vectors only; m is a multiple of PANEL_COLUMNS. `following`: the address of what is read next, of the same size.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = _rows_of(context, builder, signature.replace(args=signature.args[:3]), arguments[:3])
-        (left, (count, _)), (right, (halves, columns)), (out, _) = arrays
-        steps, panels = builder.udiv(halves, _SIZE(STEP)), builder.udiv(columns, _SIZE(PANEL_COLUMNS))
+        (left, (count, _)), (right, (length, columns)), (out, _) = arrays
+        steps, panels = builder.udiv(length, _SIZE(STEP)), builder.udiv(columns, _SIZE(PANEL_COLUMNS))
         each = builder.mul(_SIZE(2 * PANEL_COLUMNS), _SIZE(STEP))
 
         def add(row: Any, number: int) -> None:
