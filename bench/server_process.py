@@ -3,7 +3,7 @@
     async with server_process("Triton", command, log, environment) as process:
         await until(lambda: accepts(port), process, 60.0)
 
-It ends with this process, however that ends (headrace_runner/tether.py).
+It ends with this process, however that ends (headrace/processes.py).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.contenders import ROOT
-from headrace_runner import tether
+from headrace import processes
 
 LOOPBACK = "127.0.0.1"
 
@@ -46,7 +46,7 @@ async def server_process(
 
     `environment` is added to this process's own.
     """
-    tethered = (sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command)
+    tethered = (sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), *command)
     # Without compiled modules a start takes longer.
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     with log.open("wb") as output:

@@ -1,4 +1,8 @@
-"""A process's limit of open files and sockets, of which each caller's connection takes one, its parent, and its end."""
+"""A process's limit of open files and sockets, of which each caller's connection takes one, its parent, and its end.
+
+`python -I -S processes.py PARENT_PID COMMAND…` runs a command that dies with its parent: a killed one cannot stop its
+children. `exec` keeps the process id, so the command itself is the supervisor's child.
+"""
 
 import ctypes
 import os
@@ -38,3 +42,8 @@ def end_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> Non
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # It died before this process had registered with the kernel.
         os._exit(os.EX_UNAVAILABLE)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606

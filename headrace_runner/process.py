@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from headrace import processes
 from headrace.errors import StartupError
-from headrace.processes import how_it_ended
 from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
-from headrace_runner import tether
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
@@ -151,7 +150,7 @@ class Process:
             try:
                 exit_code = await self._live()
                 reason = self.last_line() if exit_code in _REASONED else ""
-                ended = how_it_ended(exit_code) + (reason and f": {reason}")
+                ended = processes.how_it_ended(exit_code) + (reason and f": {reason}")
             except OSError as error:
                 # A full disk or too many processes: a retry may succeed.
                 ended = f"could not be started ({error})"
@@ -171,7 +170,7 @@ class Process:
             _signal(self._process, signal.SIGTERM)
         exit_code = await self._until_end(self._process)
         if exit_code in self.spec.fatal_exit_codes and not self.has_served and not self._stopping.is_set():
-            raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
+            raise StartupError(self.last_line() or f"{self.spec.name} {processes.how_it_ended(exit_code)}")
         return exit_code
 
     async def _until_end(self, process: Running) -> int:
@@ -239,7 +238,7 @@ async def spawn(
 ) -> Running:
     """Starts a command that leads its own session, writes to the log, and dies with this process."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
+        *(sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), *command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=log,
         stderr=log,

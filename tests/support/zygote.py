@@ -4,7 +4,7 @@
 imports. Each connection to the socket asks for one service: a pickled (arguments, environment, folder) with the file
 descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
 service leads a session of its own and dies with its connection, so with a killed worker of the tests, and with this
-process, as a started one dies with its supervisor (headrace_runner/tether.py); this process ends with the run.
+process, as a started one dies with its supervisor (headrace/processes.py); this process ends with the run.
 """
 
 import array
