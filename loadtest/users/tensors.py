@@ -13,7 +13,7 @@ from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import add_input
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from loadtest.gateway import GatewayError
-from loadtest.tensors import filled, filled_tensor, json_tensor, with_inputs
+from loadtest.prompts import filled, filled_tensor, json_tensor, with_inputs
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import CallFailedError
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_predictor.engine.gpu.operations import Matrix
+from headrace_predictor.engine.gpu import Matrix
 from headrace_predictor.engine.runners.gpu_decoder import quantise
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.proof import Proof

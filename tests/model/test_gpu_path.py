@@ -12,7 +12,7 @@ from headrace.errors import RequestFailedError, StartupError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine import build, overlap
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.gpu.operations import Operations
+from headrace_predictor.engine.gpu import Operations
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import attention, paged
 from headrace_predictor.engine.runners.gpu_decoder import quantise

@@ -16,7 +16,7 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.integer_linear import Quantisation
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, pack_mixtures
-from headrace_predictor.engine.gpu.operations import Matrix
+from headrace_predictor.engine.gpu import Matrix
 from headrace_predictor.engine.runners.gpu_decoder import quantise
 from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
 from tests.support import plain_kernels

@@ -25,7 +25,7 @@ from headrace.errors import (
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.engine.interface import EngineDeadError
-from headrace_predictor.repository import entry, operations
+from headrace_predictor.repository import entry, loading
 from headrace_predictor.repository.repository import ModelRepository, State
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
@@ -324,7 +324,7 @@ async def test_loads_run_one_by_one_and_continue_if_their_caller_leaves(models):
 
 
 async def test_too_many_loads_at_once_are_refused(models, monkeypatch):
-    monkeypatch.setattr(operations, "_MAX_OPERATIONS", 3)
+    monkeypatch.setattr(loading, "_MAX_OPERATIONS", 3)
     slow = models.write("slow", LOADS_SLOWLY)
     async with models.serve("first") as repository:
         await repository.load_all()

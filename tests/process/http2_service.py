@@ -9,7 +9,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import OverloadedError
-from headrace.rpc.http2.methods import Argument, HttpMethod
+from headrace.rpc.http2.request import Argument, HttpMethod
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.limits.admission import Admission, AdmittedCall, head_of_call
 from headrace.rpc.server.handlers import Interceptor

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorm, Matrix
+from headrace_predictor.engine.gpu import INT8_BLOCK, HeadNorm, Matrix
 from headrace_predictor.engine.state.attention import Range, Scores
 
 

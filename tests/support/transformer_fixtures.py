@@ -24,6 +24,7 @@ from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from headrace_transformer.generation.pipeline import Pipeline
+from headrace_transformer.generation.resume_ids import Signer
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
@@ -35,7 +36,6 @@ from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
-from headrace_transformer.signing import Signer
 from tests.support.http2_client import connected
 from tests.support.payload_ingest import tap_of
 from tests.waiting import until

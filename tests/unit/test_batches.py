@@ -17,7 +17,7 @@ from google.api.httpbody_pb2 import HttpBody
 
 from headrace.clients import ANYONE, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
-from headrace.rpc.http2.methods import Argument
+from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import call_context
 from headrace_transformer.batches import lines, objects, runner, running, store
 from headrace_transformer.batches.servicer import BatchesServicer

@@ -68,7 +68,7 @@ PREDICTOR = (
 )
 TRANSFORMER = (
     ("headrace_transformer.calls", "headrace_transformer.keys", "headrace_transformer.processes"),
-    ("headrace_transformer.signing", "headrace_transformer.text.token_bytes"),
+    ("headrace_transformer.text.token_bytes",),
     ("headrace_transformer.predictors",),
     ("headrace_transformer.text",),
     ("headrace_transformer.models",),

@@ -8,8 +8,7 @@ import pytest
 from headrace_protos.inference_pb2 import ModelMetadataResponse
 from loadtest.gateway import GatewayError, PredictorState, parse_address, states_of
 from loadtest.options import add_fields, parse
-from loadtest.prompts import Prompt, Workload, read_prompts, replayed
-from loadtest.tensors import with_inputs
+from loadtest.prompts import Prompt, Workload, read_prompts, replayed, with_inputs
 
 
 class Parser(ArgumentParser):

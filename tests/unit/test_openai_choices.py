@@ -22,8 +22,7 @@ from headrace_transformer.frontends.openai.generation_requests import (
     choices_of,
 )
 from headrace_transformer.generation.requests import TextRequest
-from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumePoint
-from headrace_transformer.signing import Signer
+from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumePoint, Signer
 from headrace_transformer.text.answer_parts import CallArguments, CallStart
 from tests.support.text_chunks import text_chunk
 from tests.waiting import until

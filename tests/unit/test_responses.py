@@ -12,7 +12,7 @@ from headrace_transformer.frontends.openai.requests import parse, parse_large
 from headrace_transformer.frontends.responses import stored
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id, tools_of
-from headrace_transformer.signing import Signer
+from headrace_transformer.generation.resume_ids import Signer
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning
 
 SIGNER = Signer(b"a key")

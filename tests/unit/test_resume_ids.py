@@ -8,8 +8,15 @@ import pytest
 from headrace.errors import GoneError, InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.generation import resume_ids
-from headrace_transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, ResumePoint, checksum, identity_of
-from headrace_transformer.signing import Signer, signer_of
+from headrace_transformer.generation.resume_ids import (
+    MAX_AGE_S,
+    ResumeIds,
+    ResumePoint,
+    Signer,
+    checksum,
+    identity_of,
+    signer_of,
+)
 
 WEIGHTS = "0123456789abcdef" * 2
 BODY = b'{"prompt": "Once", "stream": true}'

@@ -35,8 +35,7 @@ from headrace.errors import (
 )
 from headrace.rpc import Context
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.methods import Argument, MethodTable
-from headrace.rpc.http2.request import Pairs, RequestBody, read_head
+from headrace.rpc.http2.request import Argument, MethodTable, Pairs, RequestBody, read_head
 from headrace.telemetry.identity import as_metadata
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from headrace.errors import StartupError
 from headrace.rpc.http2.connection import HttpConnection
 from headrace.rpc.http2.exchange import HttpExchange
-from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
+from headrace.rpc.http2.request import ErrorBody, HttpMethod, MethodTable
 from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import reserved
 

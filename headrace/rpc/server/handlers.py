@@ -2,16 +2,21 @@
 
 A `HeadraceError` becomes its gRPC status, `NotImplementedError` UNIMPLEMENTED, and `AbortError` passes. Any other
 exception is logged with its traceback and becomes INTERNAL with the message "internal error".
+
+In a stream that the gateway transcodes, message by message, into lines of JSON, a failed call looks to a REST client,
+which sees no trailers, like a complete one. `errors_in_band` gives it one more message, of which only the field `error`
+is set. The call itself ends with its status all the same, for the trace and the access log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from grpc import StatusCode
@@ -22,7 +27,7 @@ from headrace.rpc import Context, Handler
 from headrace.rpc.limits.admission import Admission, AdmittedCall
 from headrace.rpc.limits.request_reading import RequestReading, RequestStream
 from headrace.rpc.server.call_telemetry import ServerSpan, ServerTelemetry
-from headrace.telemetry.identity import Metadata
+from headrace.telemetry.identity import Metadata, protocol_of
 from headrace.telemetry.rpc import status_of
 
 logger = logging.getLogger(__name__)
@@ -180,3 +185,33 @@ def _forget_at_end(aborted: grpc.aio.AbortError) -> None:
     task = asyncio.current_task()
     if task is not None:
         task.add_done_callback(forget)
+
+
+ResponseT = TypeVar("ResponseT")
+_Streaming: TypeAlias = Callable[[Any, Any, Context], AsyncGenerator[ResponseT, None]]
+
+
+def errors_in_band(
+    response_type: Callable[..., ResponseT], *, headers_are_out: bool = False
+) -> Callable[[_Streaming[ResponseT]], _Streaming[ResponseT]]:
+    """Gives a streaming handler a last `response_type(error=…)` where it fails after its first response or headers."""
+
+    def decorate(handler: _Streaming[ResponseT]) -> _Streaming[ResponseT]:
+        @functools.wraps(handler)
+        async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[ResponseT, None]:
+            begun = headers_are_out
+            async with aclosing(handler(self, request, context)) as responses:
+                try:
+                    async for response in responses:
+                        begun = True
+                        yield response
+                except Exception as error:
+                    if begun and protocol_of(tuple(context.invocation_metadata() or ())) == "http":
+                        yield response_type(
+                            error=error.message if isinstance(error, HeadraceError) else "internal error"
+                        )
+                    raise
+
+        return handle
+
+    return decorate

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from headrace.errors import StartupError
 from headrace.validation import first_fault
-from headrace_logger.settings import LoggerSettings
-from headrace_logger.store.opening import Location
+from headrace_logger.settings import Location, LoggerSettings
 
 _INTERRUPTED = 130  # A shell's exit code for SIGINT.
 

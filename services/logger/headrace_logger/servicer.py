@@ -20,7 +20,7 @@ from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from headrace.payload.records import answer_of
 from headrace.rpc import Context, Handler
 from headrace.rpc.limits.admission import head_of_call
-from headrace.rpc.server.rest_streams import errors_in_band
+from headrace.rpc.server.handlers import errors_in_band
 from headrace_logger.read_limits import Readers, caller_of
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import Store

@@ -1,7 +1,7 @@
 """The logger's settings: `LOGGER_*`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import sqlalchemy as sql
 from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr
@@ -22,6 +22,8 @@ def _check_url(url: SecretStr) -> SecretStr:
     return url
 
 
+# A file, or the URL of a PostgreSQL, which has a password and whose driver is an extra.
+Location: TypeAlias = Path | SecretStr
 DatabaseUrl = Annotated[SecretStr, AfterValidator(_check_url)]
 Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, read_by(lambda text: text.split(","))]
 

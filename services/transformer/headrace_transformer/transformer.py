@@ -39,6 +39,7 @@ from headrace_transformer.frontends.responses.servicer import ResponsesServicer
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.repeating import RecordedTokens
+from headrace_transformer.generation.resume_ids import signer_of
 from headrace_transformer.generation.token_quota import MonthBudget, TokenQuota, used_by_log
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
@@ -54,7 +55,6 @@ from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.gateway_files import list_direct_models, list_endpoints
 from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
-from headrace_transformer.signing import signer_of
 from headrace_transformer.text.answer_parser import SyntaxSettings
 from headrace_transformer.text.tokenizer import start_rendering
 

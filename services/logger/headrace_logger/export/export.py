@@ -28,8 +28,8 @@ from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
 from headrace_logger.export.shapes import SHAPES, write_lines
 from headrace_logger.export.snapshot import Snapshot, batches, filters_of
+from headrace_logger.settings import Location
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.opening import Location
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 

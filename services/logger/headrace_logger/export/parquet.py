@@ -38,8 +38,8 @@ from pyarrow import fs
 
 from headrace.errors import StartupError
 from headrace.files import private_file
-from headrace_logger.export.snapshot import Snapshot, batches, filters_of
-from headrace_logger.store.opening import Location, name_of
+from headrace_logger.export.snapshot import Snapshot, batches, filters_of, name_of
+from headrace_logger.settings import Location
 from headrace_logger.values import columns_of, is_map, is_time, row
 from headrace_protos.headrace_pb2 import PayloadRecord
 

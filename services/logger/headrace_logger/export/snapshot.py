@@ -15,15 +15,16 @@ Errors: StartupError if the database cannot be read.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
 from headrace.errors import StartupError
-from headrace_logger.store import reading
+from headrace_logger.settings import Location
+from headrace_logger.store import reading, sqlite
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.opening import Location, name_of, open_for_reading
 from headrace_logger.store.shares import SIZE
 from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, check_version, now_us, records, version_of
 from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
@@ -135,3 +136,21 @@ def batches(records: Iterable[PayloadRecord]) -> Iterator[list[PayloadRecord]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def open_for_reading(location: Location) -> sql.Engine:
+    """A read-only engine on a database, which may be another than a payload log; raises StartupError."""
+    if isinstance(location, Path):
+        if not location.is_file():
+            raise StartupError(f"{location}: no such database; LOGGER_DATABASE or --database names the logger's")
+        return sqlite.open_for_reading(location, 1)
+    from headrace_logger.store.postgresql import engine_of
+
+    return engine_of(sql.make_url(location.get_secret_value()), 1, reads_only=True)
+
+
+def name_of(location: Location) -> str:
+    """The database in messages."""
+    if isinstance(location, Path):
+        return str(location)
+    return sql.make_url(location.get_secret_value()).set(query={}).render_as_string(hide_password=True)

@@ -15,14 +15,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from pathlib import Path
 
 import sqlalchemy as sql
 
 from headrace.errors import NotReadyError
 from headrace_logger.read_limits import FREE_BYTES, Reader
-from headrace_logger.store import deletions, reading, shares, tables, usage, writing
+from headrace_logger.settings import Location
+from headrace_logger.store import deletions, reading, shares, sqlite, tables, usage, writing
+from headrace_logger.store.database import Database
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.opening import Location, open_database
 from headrace_logger.store.reading import Found, Place, Row, Stored
 from headrace_logger.store.writing import GatewayLine
 from headrace_logger.telemetry import Commits
@@ -248,3 +250,14 @@ class Store:
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
     return lender(size) if lender else nullcontext()
+
+
+def open_database(
+    location: Location, fsync: bool, opened: Callable[[sql.Connection], None], lost: Callable[[], None]
+) -> Database:
+    """See SqliteDatabase and PostgresqlDatabase; raises StartupError."""
+    if isinstance(location, Path):
+        return sqlite.SqliteDatabase(location, fsync, opened, lost)
+    from headrace_logger.store.postgresql import PostgresqlDatabase
+
+    return PostgresqlDatabase(sql.make_url(location.get_secret_value()), opened)

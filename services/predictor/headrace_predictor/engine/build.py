@@ -20,7 +20,7 @@ from headrace.sampling import end_ids_of
 from headrace_predictor.engine.adapters import Adapters
 from headrace_predictor.engine.cpu.packed_linear import pack_linears, pack_mixtures
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.gpu.operations import Operations
+from headrace_predictor.engine.gpu import Operations
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace

@@ -58,7 +58,7 @@ def import_libraries() -> None:
     gc.disable()
     with light_imports():
         from headrace_predictor.engine_process import worker  # noqa: F401
-        from headrace_predictor.engine_process.rehearsal import rehearse
+        from headrace_predictor.engine_process.worker import rehearse
 
         rehearse()
     # Objects that no collection looks at stay shared with the forks.

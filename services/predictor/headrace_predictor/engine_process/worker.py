@@ -14,17 +14,24 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import HeadraceError, StartupError
 from headrace.frames import framed, messages
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_format
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.loading import load_launched
@@ -36,6 +43,7 @@ from headrace_protos.steps_pb2 import Submission
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # The longest time between two frames.
+_VOCABULARY, _BLOCKS = 64, 8  # Of the tiny model.
 
 
 def run(connection: socket.socket) -> NoReturn:
@@ -178,3 +186,37 @@ class AdapterLoading:
     def _unload(self, number: int) -> None:
         if self._base.engine.adapters is not None:
             self._base.engine.adapters.unload(number)
+
+
+@cache
+def rehearse() -> None:
+    """Loads and runs a tiny model in the host, once, so that its forks share what the first use of the libraries makes.
+
+    That is tables of compiled kernels, caches of classes, patterns of weights' names: an engine process starts faster
+    then and needs half the memory of its own. Single-threaded, because the host is forked; never on the device. What
+    fails costs time and memory only.
+    """
+    try:
+        _run_tiny_model()
+    except Exception:
+        logger.warning("the host could not run a model", exc_info=True)
+
+
+def _run_tiny_model() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    with torch.inference_mode():
+        kind: Any = LlamaForCausalLM
+        model = kind.from_pretrained(None, config=config, state_dict=kind(config).state_dict()).eval()
+        shape = cache_shape(model)
+        proof = Proof(model, shape, _VOCABULARY, _BLOCKS * BLOCK_TOKENS)
+        proof.check_generate("rehearsed")
+        proof.of_paged()
+        format_ = weight_format("rehearsed", model, "auto")
+        streamed = StreamedDecoder(model, format_, 1) if format_ else None
+        PagedRunner(model, shape, _BLOCKS, streamed=streamed).probe()
+    torch.set_num_threads(threads)

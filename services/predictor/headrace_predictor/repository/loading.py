@@ -3,17 +3,23 @@
 In two steps: `fetch_model`, which blocks, minutes for a download; `build`, seconds for the weights. A generation
 model is loaded by an engine process, the others in this one, where the libraries are imported with the first encoder.
 Problems with a model raise StartupError with one line of text here and do not wait for the first request.
+
+`Operations` are loads and unloads that callers wait for but do not own: they continue when their callers leave.
 """
 
 import asyncio
 import gc
+import logging
 import sys
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from headrace.errors import StartupError
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, HeadraceError, NotReadyError, OverloadedError, StartupError
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.hub import Report, fetch
@@ -30,6 +36,10 @@ from headrace_predictor.repository.lease import Serving
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel
 
+logger = logging.getLogger(__name__)
+
+_MAX_OPERATIONS = 16  # Running or queued.
+_MAX_WAIT_S = 570.0  # The gateway's timeout for such a call is 600.
 _PYTHON_RUNNING = 32  # Requests at once; a model's code may hold much memory for each.
 _POINTER = b"version https://git-lfs"
 _WEIGHTS = "*.safetensors"
@@ -147,3 +157,38 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     # glibc keeps freed memory, and more of it with the allocator settings that make big tensors fast.
     give_memory_back()
+
+
+class Operations:
+    """See the module. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, what: str, work: Coroutine[Any, Any, None], deadline: Deadline) -> None:
+        """Runs `work` and waits for it until the caller's deadline; raises its error, or DeadlineError."""
+        if len(self._tasks) >= _MAX_OPERATIONS:
+            work.close()
+            raise OverloadedError(f"{_MAX_OPERATIONS} loads and unloads are in progress; retry later")
+        task = asyncio.create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, what))
+        left_s = max(0.0, deadline.at - time.monotonic())
+        done, _ = await asyncio.wait((task,), timeout=min(_MAX_WAIT_S, left_s))
+        if not done:
+            raise DeadlineError(f"the {what} is still running; RepositoryIndex reports its result")
+        if task.cancelled():
+            raise NotReadyError("the predictor is stopping")
+        task.result()
+
+    async def close(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, what: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # The caller may have left: log the error.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, HeadraceError) else error)

@@ -1,7 +1,7 @@
 """The served models and the state of each; loads and unloads models while the others are served.
 
 A model is LOADING, READY, UNLOADING (requests in flight may end, new ones are refused) or UNAVAILABLE, with a reason.
-Loads run one at a time and continue if their callers leave (operations.py); the index reports their results.
+Loads run one at a time and continue if their callers leave (loading.py); the index reports their results.
 
 - Loading a model that is already loaded replaces it. The new one is built beside the old one, which serves until then
   and stays if the new one fails. A generation model is the exception: the old one is unloaded once the new files are
@@ -45,9 +45,15 @@ from headrace_predictor.models.served_model import VERSION
 from headrace_predictor.repository.adapters import adapters_of, attach, check_free, find_base, is_adapter
 from headrace_predictor.repository.entry import Entry, IndexRow, State
 from headrace_predictor.repository.lease import Serving
-from headrace_predictor.repository.loading import FetchedModel, build, fetch_model, release_memory, warmed_up
+from headrace_predictor.repository.loading import (
+    FetchedModel,
+    Operations,
+    build,
+    fetch_model,
+    release_memory,
+    warmed_up,
+)
 from headrace_predictor.repository.locations import ModelLocations
-from headrace_predictor.repository.operations import Operations
 from headrace_predictor.repository.replacement import watch
 from headrace_predictor.settings import PredictorSettings
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from headrace.clients import CLIENT, POLICY
 from headrace.errors import InvalidRequestError, NotImplementedMethodError
-from headrace.rpc.http2.methods import Argument
+from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.identity import traceparent_of
 from headrace_transformer.batches.objects import Batch, StoredFile, new_id

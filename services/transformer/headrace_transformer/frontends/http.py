@@ -26,7 +26,7 @@ from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
 from headrace.rpc import Context
-from headrace.rpc.http2.methods import ErrorBody, HttpMethod
+from headrace.rpc.http2.request import ErrorBody, HttpMethod
 from headrace.rpc.limits.admission import ResponseHead, error_of_call, head_of_call
 from headrace.rpc.server.call_context import call_context
 from headrace_protos import rest_pb2

@@ -23,6 +23,7 @@ from headrace_transformer.generation.preparation import Preparation, Prepared, p
 from headrace_transformer.generation.recording import record_begun, record_chunk, recorded_generation
 from headrace_transformer.generation.repeating import RecordedTokens, RepeatedTokens
 from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.resume_ids import Signer
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
 from headrace_transformer.models.models import TextModel
@@ -30,7 +31,6 @@ from headrace_transformer.predictors.resume.resuming import EngineModel, Resumin
 from headrace_transformer.predictors.tokens import CONTINUITY, EXACT, TokenChunk, worse
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router
-from headrace_transformer.signing import Signer
 from headrace_transformer.text.answer_parser import SyntaxSettings
 from headrace_transformer.text.answer_parts import Content, Part
 from headrace_transformer.text.detokenizer import Detokenizer

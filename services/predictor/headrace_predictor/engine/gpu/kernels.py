@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import INT8_BLOCK, HeadNorm, Matrix, Operations
+from headrace_predictor.engine.gpu import INT8_BLOCK, HeadNorm, Matrix, Operations
 from headrace_predictor.engine.gpu.paged_attention import LANES, attend
 from headrace_predictor.engine.state.attention import Range
 

@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.recording import launch
-from headrace_predictor.engine.gpu.operations import Attend
+from headrace_predictor.engine.gpu import Attend
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.attention import Range, Scores
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache, on_device

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import Attend
+from headrace_predictor.engine.gpu import Attend
 from headrace_predictor.engine.runners.attention import BlockTable, StepPlan
 from headrace_predictor.engine.sampling.sampler import choose
 from headrace_predictor.engine.state.cache import KeyValueCache, on_device

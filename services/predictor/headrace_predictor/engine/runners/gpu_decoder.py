@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headrace_predictor.engine.gpu.operations import HeadNorm, Matrix, Operations
+from headrace_predictor.engine.gpu import HeadNorm, Matrix, Operations
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.state.attention import Scores
 

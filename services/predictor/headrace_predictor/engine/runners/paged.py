@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_predictor.engine.adapters import AdapterHooks, Adapters
-from headrace_predictor.engine.gpu.operations import Operations
+from headrace_predictor.engine.gpu import Operations
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder

@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called, read_linears
-from headrace_predictor.engine.gpu.operations import Operations
+from headrace_predictor.engine.gpu import Operations
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner

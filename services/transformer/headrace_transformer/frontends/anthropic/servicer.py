@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.rpc.http2.methods import Argument
+from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos import rest_pb2_grpc
 from headrace_transformer.frontends.anthropic.answers import anthropic_error, events, model_info, model_list, whole

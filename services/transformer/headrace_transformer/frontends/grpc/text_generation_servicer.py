@@ -16,7 +16,7 @@ from google.api.httpbody_pb2 import HttpBody
 from headrace.errors import HeadraceError, NotFoundError
 from headrace.rpc import Context
 from headrace.rpc.server.call_context import DEVELOPMENT, CallContext, call_context, check_development, check_request_id
-from headrace.rpc.server.rest_streams import errors_in_band
+from headrace.rpc.server.handlers import errors_in_band
 from headrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from headrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from headrace_protos import headrace_pb2 as pb

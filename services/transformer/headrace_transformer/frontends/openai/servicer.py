@@ -14,7 +14,7 @@ from google.api.httpbody_pb2 import HttpBody
 
 from headrace import __version__
 from headrace.errors import NotReadyError
-from headrace.rpc.http2.methods import Argument
+from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos import rest_pb2_grpc
 from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Bodies, Events, bodies_of, json_body, rest_method

@@ -12,7 +12,7 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.http2.methods import Argument
+from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2 import PayloadRecord

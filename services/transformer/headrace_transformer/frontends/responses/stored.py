@@ -32,7 +32,7 @@ from headrace_transformer.frontends.responses.answers import ended, head_of, sta
 from headrace_transformer.frontends.responses.items import ItemFields, output_of
 from headrace_transformer.frontends.responses.tools import Origin, flat_tool
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS
-from headrace_transformer.signing import SIGNATURE_BYTES, Signer
+from headrace_transformer.generation.resume_ids import SIGNATURE_BYTES, Signer
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 from headrace_transformer.text.tools import ToolUse
 
