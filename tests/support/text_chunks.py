@@ -2,7 +2,7 @@
 
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.generation.chunks import End, Origin, TextChunk
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.text.answer_parts import Answer
 
 

@@ -20,8 +20,8 @@ from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMe
 from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import call_context
 from headrace_transformer.batches import lines, objects, runner, running, store
+from headrace_transformer.batches.lines import parse_upload
 from headrace_transformer.batches.servicer import BatchesServicer
-from headrace_transformer.batches.uploads import parse_upload
 from tests.waiting import until
 
 ENDPOINT = "/v1/completions"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from headrace_transformer.generation.chunks import Assembler, Origin
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
 
 CORPUS = ["Once upon a time there was a dog.", "Zoë ate naïve crêpes 🥞 in 東京 😀😃 and sang ¡olé!"] * 20

@@ -10,12 +10,12 @@ from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, 
 from headrace.models.engine_sources import EngineSource, read_engines
 from headrace.models.sources import parse_models, parse_own_models
 from headrace.sampling import SamplingParameters
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.engines.events import parsed
 from headrace_transformer.predictors.engines.fair_places import FairPlaces
 from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError
 from headrace_transformer.predictors.engines.token_call import continues, is_exact
 from headrace_transformer.predictors.engines.token_formats import LlamaFormat, OpenAIFormat
-from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.settings import TransformerSettings
 from headrace_transformer.text.token_bytes import TokenBytes
 from tests.waiting import until

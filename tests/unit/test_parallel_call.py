@@ -3,8 +3,8 @@
 import pytest
 
 from headrace.errors import DrainingError, HopBrokenError
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.link.parallel_call import ParallelCall
-from headrace_transformer.predictors.tokens import TokenChunk
 
 
 class ScriptedCall:

@@ -11,7 +11,7 @@ from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.generation.chunks import Assembler, Origin
 from headrace_transformer.generation.repeating import RepeatedTokens
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.text.detokenizer import Decoder, Detokenizer
 from tests.unit.test_detokenizer import CORPUS, byte_level
 

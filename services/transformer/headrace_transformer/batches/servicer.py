@@ -17,9 +17,9 @@ from headrace.errors import InvalidRequestError, NotImplementedMethodError
 from headrace.rpc.http2.request import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.identity import traceparent_of
+from headrace_transformer.batches.lines import parse_upload
 from headrace_transformer.batches.objects import Batch, StoredFile, new_id
 from headrace_transformer.batches.store import Store
-from headrace_transformer.batches.uploads import parse_upload
 from headrace_transformer.frontends.http import Bodies, json_body, limit_of, newest_first, page_of, rest_method
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.models import name_ignored

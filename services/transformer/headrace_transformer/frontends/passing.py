@@ -28,6 +28,7 @@ from headrace_transformer.generation.pipeline import Pipeline, report_continuity
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.models.models import Model, PassedModel, TextModel
+from headrace_transformer.predictors import CONTINUITY, RESTARTED, worse
 from headrace_transformer.predictors.engines.engine import Engine
 from headrace_transformer.predictors.engines.events import EventStream, parsed
 from headrace_transformer.predictors.engines.passed_stream import (
@@ -41,7 +42,6 @@ from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.resume.resuming import ENGINE_METHOD
 from headrace_transformer.predictors.resume.retries import Backoff
-from headrace_transformer.predictors.tokens import CONTINUITY, RESTARTED, worse
 from headrace_transformer.routing.router import Answering, Router
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.models.models import TextModel
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.text.answer_parser import AnswerParser
 from headrace_transformer.text.answer_parts import Answer, Content, Part, merged
 from headrace_transformer.text.detokenizer import Detokenizer

@@ -27,8 +27,8 @@ from headrace_transformer.generation.resume_ids import Signer
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
 from headrace_transformer.models.models import TextModel
+from headrace_transformer.predictors import CONTINUITY, EXACT, TokenChunk, worse
 from headrace_transformer.predictors.resume.resuming import EngineModel, ResumingGenerator, TokenStream
-from headrace_transformer.predictors.tokens import CONTINUITY, EXACT, TokenChunk, worse
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router
 from headrace_transformer.text.answer_parser import SyntaxSettings

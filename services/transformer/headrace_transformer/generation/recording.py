@@ -20,7 +20,7 @@ from headrace.sampling import MAX_STOP_TOKEN_IDS
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.preparation import Prepared
 from headrace_transformer.generation.requests import TextRequest
-from headrace_transformer.predictors.tokens import worse
+from headrace_transformer.predictors import worse
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024

@@ -19,8 +19,8 @@ from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 from headrace_transformer.generation.preparation import Prepared
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.resume.resuming import TokenStream
-from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)
 

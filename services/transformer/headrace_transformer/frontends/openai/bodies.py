@@ -20,7 +20,7 @@ from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumeIds, Stage
-from headrace_transformer.predictors.tokens import CONTINUITY, TokenChunk
+from headrace_transformer.predictors import CONTINUITY, TokenChunk
 
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.

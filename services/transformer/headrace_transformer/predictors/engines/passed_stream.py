@@ -21,10 +21,10 @@ import orjson
 
 from headrace.errors import HopBrokenError
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS
+from headrace_transformer.predictors import APPROXIMATE, EXACT, RESTARTED
 from headrace_transformer.predictors.engines.engine import HOP
 from headrace_transformer.predictors.engines.events import parsed
 from headrace_transformer.predictors.engines.token_call import FORMS
-from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, RESTARTED
 
 _CONTINUING_KINDS = ("vllm", "sglang", "headrace")  # They have `continue_final_message`.
 ID_KINDS = ("vllm", "headrace")  # They give the ids of text, the text of ids, and log probabilities of prompts.

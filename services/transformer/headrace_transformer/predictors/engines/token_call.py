@@ -15,10 +15,10 @@ from headrace.errors import HeadraceError, HopBrokenError
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.predictors import APPROXIMATE, EXACT, TokenChunk
 from headrace_transformer.predictors.engines.engine import HOP, Engine
 from headrace_transformer.predictors.engines.events import EventStream, parsed
 from headrace_transformer.predictors.engines.token_formats import TokenFormat
-from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, TokenChunk
 
 # Fields of engines by which an answer has a form.
 FORMS = ("grammar", "json_schema", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

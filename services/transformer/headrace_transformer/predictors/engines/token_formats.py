@@ -18,8 +18,8 @@ from typing import Any
 from headrace.errors import HopBrokenError, InvalidRequestError
 from headrace.sampling import SamplingParameters
 from headrace.structured_outputs import constraint_of
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.engines.engine import HOP
-from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.text.token_bytes import TokenBytes
 
 _SAME = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")

@@ -16,8 +16,8 @@ from headrace.oip.prompt_scores import reader_of
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
-from headrace_transformer.predictors.tokens import TokenChunk
 
 
 class Link(Protocol):

@@ -16,8 +16,8 @@ from dataclasses import InitVar, dataclass
 from typing import ClassVar
 
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError, NotReadyError, OverloadedError
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.link.link_call import LinkCall
-from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)
 

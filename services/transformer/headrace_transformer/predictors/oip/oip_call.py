@@ -23,8 +23,8 @@ from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import inference_pb2, steps_pb2
 from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.predictors import TokenChunk
 from headrace_transformer.predictors.discovery.descriptions import Dialect
-from headrace_transformer.predictors.tokens import TokenChunk
 
 
 class BrokenAnswerError(HopBrokenError):

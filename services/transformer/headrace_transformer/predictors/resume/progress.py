@@ -34,7 +34,7 @@ from headrace.oip.prompt_scores import PROMPT_LOGPROBS
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors import TokenChunk
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,7 @@ from headrace.errors import (
 from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
+from headrace_transformer.predictors import RESTARTED, TokenChunk
 from headrace_transformer.predictors.discovery.descriptions import Dialect
 from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.engines.token_call import TokenCall
@@ -63,7 +64,6 @@ from headrace_transformer.predictors.resume.progress import (
     request_fingerprint,
 )
 from headrace_transformer.predictors.resume.retries import Backoff
-from headrace_transformer.predictors.tokens import RESTARTED, TokenChunk
 
 logger = logging.getLogger(__name__)
 
