@@ -4,6 +4,7 @@ import argparse
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,13 @@ def parser() -> argparse.ArgumentParser:
             own.add_argument("--gateway", default="", metavar="ADDRESS", help=text)
         return own
 
-    up = command("up", _up, "start the stack", help_texts.UP, calls=False)
+    up = command("up", partial(_run, "up"), "start the stack", help_texts.UP, calls=False)
     serve = command("serve", _serve, "start the stack with one model", help_texts.SERVE, calls=False)
     where = "a folder, a GGUF file, a hub id with or without @revision, or a URL; NAME=MODEL names it"
     serve.add_argument("model", metavar="MODEL", help=where)
     serve.add_argument("--name", default="", help="what clients call it; without it the last part of MODEL")
-    down = command("down", _down, "stop the stack", help_texts.DOWN, calls=False)
-    roll = command("roll", _roll, "replace the stack's services", help_texts.ROLL, calls=False)
+    down = command("down", partial(_run, "down"), "stop the stack", help_texts.DOWN, calls=False)
+    roll = command("roll", partial(_run, "roll"), "replace the stack's services", help_texts.ROLL, calls=False)
     examined = command("doctor", _doctor, "check this machine", help_texts.DOCTOR, calls=False)
     for own in (up, serve, down, roll, examined):
         own.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of this stack")
@@ -149,21 +150,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _up(options: argparse.Namespace) -> None:
-    start.run_runner("up", options.settings, *(["--verbose"] if options.verbose else []))
+def _run(action: str, options: argparse.Namespace) -> None:
+    start.run_runner(action, options.settings, *(["--verbose"] if action == "up" and options.verbose else []))
 
 
 def _serve(options: argparse.Namespace) -> None:
     options.settings.append(f"MODELS={start.models_setting(options.model, options.name)}")
-    _up(options)
-
-
-def _down(options: argparse.Namespace) -> None:
-    start.run_runner("down", options.settings)
-
-
-def _roll(options: argparse.Namespace) -> None:
-    start.run_runner("roll", options.settings)
+    _run("up", options)
 
 
 def _doctor(options: argparse.Namespace) -> None:

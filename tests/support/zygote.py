@@ -7,8 +7,6 @@ service leads a session of its own and dies with its connection, so with a kille
 process, as a started one dies with its supervisor (headrace/processes.py); this process ends with the run.
 """
 
-import array
-import ctypes
 import gc
 import importlib
 import os
@@ -21,7 +19,8 @@ import socket
 import sys
 from contextlib import suppress
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+from headrace.processes import end_with_parent
+
 MAX_REQUEST = 64 * 1024  # Less than a socket buffer, so that it arrives whole.
 
 
@@ -46,12 +45,6 @@ def main() -> None:
     sys.argv[:] = arguments
     sys.modules.pop(f"{arguments[0]}.__main__", None)  # Otherwise runpy warns.
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-
-
-def die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(1)
 
 
 def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -79,7 +72,7 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[s
                         os.kill(key.data, signal.SIGKILL)
                     continue
                 connection = listener.accept()[0]
-                data, fds = received(connection)
+                data, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 8)
                 if not data:  # The client has disconnected.
                     connection.close()
                     continue
@@ -108,18 +101,10 @@ def report_ends(waiting: dict[int, socket.socket], selector: selectors.BaseSelec
                 connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def received(connection: socket.socket) -> tuple[bytes, list[int]]:
-    data, ancillary, _, _ = connection.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(8 * array.array("i").itemsize))
-    fds = array.array("i")
-    for _, _, payload in ancillary:
-        fds.frombytes(payload)
-    return data, list(fds)
-
-
 def become(zygote: int, folder: str, fds: list[int]) -> None:
     """Makes the fork equal to a started process."""
     os.setsid()
-    die_with(zygote)
+    end_with_parent(zygote, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, fd in enumerate(fds):

@@ -66,7 +66,7 @@ class Readers:
         try:
             yield partial(self.lend, caller)
         finally:
-            _subtract(self._readers, caller, 1)
+            self._readers -= Counter([caller])  # Without callers that have none.
 
     @asynccontextmanager
     async def lend(self, caller: str, size: int) -> AsyncIterator[None]:
@@ -86,7 +86,7 @@ class Readers:
         try:
             yield
         finally:
-            _subtract(self._lent, caller, size)
+            self._lent -= Counter({caller: size})
             self._returned.set()
 
     def _has_room(self, caller: str, size: int) -> bool:
@@ -97,9 +97,3 @@ class Readers:
 def caller_of(context: Context) -> str:
     """Identifies the caller, by the peer's address where the call has not come through the gateway."""
     return clients.caller_of(call_metadata(context)) or context.peer().rpartition(":")[0]
-
-
-def _subtract(counter: Counter[str], key: str, count: int) -> None:
-    counter[key] -= count
-    if not counter[key]:
-        del counter[key]

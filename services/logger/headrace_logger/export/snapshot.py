@@ -24,6 +24,7 @@ from sqlalchemy.exc import DatabaseError
 from headrace.errors import StartupError
 from headrace_logger.settings import Location
 from headrace_logger.store import reading, sqlite
+from headrace_logger.store.database import shown
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.shares import SIZE
 from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, check_version, now_us, records, version_of
@@ -151,6 +152,4 @@ def open_for_reading(location: Location) -> sql.Engine:
 
 def name_of(location: Location) -> str:
     """The database in messages."""
-    if isinstance(location, Path):
-        return str(location)
-    return sql.make_url(location.get_secret_value()).set(query={}).render_as_string(hide_password=True)
+    return str(location) if isinstance(location, Path) else shown(sql.make_url(location.get_secret_value()))

@@ -78,3 +78,8 @@ class Database(ABC):
         """Ends the threads after their current work and closes the connections."""
         for executor in (self._writer, self._readers):
             await asyncio.to_thread(executor.shutdown)
+
+
+def shown(url: sql.URL) -> str:
+    """The URL for messages: without the password and options."""
+    return url.set(query={}).render_as_string(hide_password=True)

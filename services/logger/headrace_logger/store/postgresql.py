@@ -30,7 +30,7 @@ from sqlalchemy.exc import DBAPIError
 
 from headrace.errors import NotReadyError, StartupError
 from headrace_logger.store import tables
-from headrace_logger.store.database import READERS, Database
+from headrace_logger.store.database import READERS, Database, shown
 
 try:
     import psycopg
@@ -140,7 +140,7 @@ class PostgresqlDatabase(Database):
             self._opened(connection)
         self._is_open = True
         if self._said_at >= 0:
-            logger.info("%s answers", _shown(self._url))
+            logger.info("%s answers", shown(self._url))
         self._said_at = -_SAY_EVERY_S
 
     async def _run(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
@@ -252,18 +252,13 @@ def _prepare(engine: sql.Engine, url: sql.URL) -> None:
         with engine.begin() as connection:
             encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
             if encoding != "UTF8":
-                raise StartupError(f"{_shown(url)} has the encoding {encoding}: create a database with ENCODING 'UTF8'")
+                raise StartupError(f"{shown(url)} has the encoding {encoding}: create a database with ENCODING 'UTF8'")
             if tables.version_of(connection) is None:
                 _lock(connection)
             # Another logger may have done it meanwhile.
-            tables.prepare(connection, _shown(url))
+            tables.prepare(connection, shown(url))
     except DBAPIError as error:
         raise _error_of(error, url) from None
-
-
-def _shown(url: sql.URL) -> str:
-    """The URL for messages: without the password and options."""
-    return url.set(query={}).render_as_string(hide_password=True)
 
 
 def _description_of(error: DBAPIError) -> str:
@@ -273,7 +268,7 @@ def _description_of(error: DBAPIError) -> str:
 
 
 def _error_of(error: DBAPIError, url: sql.URL) -> StartupError | UnreachableError:
-    text = f"LOGGER_DATABASE_URL={_shown(url)}: {_description_of(error)}"
+    text = f"LOGGER_DATABASE_URL={shown(url)}: {_description_of(error)}"
     code = _code_of(error)
     is_permanent = code is not None and not code.startswith(_PASSING)
     if is_permanent or (code is None and any(reason in text for reason in _REFUSED)):
