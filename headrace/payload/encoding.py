@@ -4,13 +4,13 @@ On the thread that writes. A part that cannot be encoded or redacted raises: not
 for answers must see the whole answer: with them a part has only the time of its last chunk, and the end has all chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from headrace.payload.parts import Begin, Chunk, DeferredTensors, End, OpenRecord, Tensors
-from headrace.payload.records import answer_of, as_text, shorten_refused
+from headrace.payload.records import answer_of, as_text
 from headrace.payload.rules import Digest, PayloadRules
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 
@@ -146,17 +146,10 @@ def _head_of(tensors: Tensors) -> tuple[int, bytes]:
     return -1, b""
 
 
-def shortened(data: bytes) -> bytes:
-    """A serialized record, shortened if its request was refused."""
+def changed(data: bytes, change: Callable[[PayloadRecord], None]) -> bytes:
+    """A serialized record, changed."""
     record = PayloadRecord.FromString(data)
-    shorten_refused(record)
-    return record.SerializeToString()
-
-
-def without_contents(data: bytes) -> bytes:
-    """A serialized record without the contents of its tensors."""
-    record = PayloadRecord.FromString(data)
-    _contents(record)
+    change(record)
     return record.SerializeToString()
 
 
@@ -164,7 +157,7 @@ def fitted(data: bytes, max_bytes: int) -> bytes | None:
     """A serialized record shrunk to a size, the least important fields first; None if it does not fit even so."""
     record = PayloadRecord.FromString(data)
     record.text = answer_of(record)
-    for leave_out in (_tokens, lambda record: record.ClearField("chunks"), _contents):
+    for leave_out in (_clear_tokens, lambda record: record.ClearField("chunks"), clear_contents):
         if record.ByteSize() <= max_bytes:
             break
         leave_out(record)
@@ -172,14 +165,15 @@ def fitted(data: bytes, max_bytes: int) -> bytes | None:
     return record.SerializeToString() if record.ByteSize() <= max_bytes else None
 
 
-def _tokens(record: PayloadRecord) -> None:
+def _clear_tokens(record: PayloadRecord) -> None:
     for chunk in record.chunks:
         chunk.ClearField("token_ids")
         chunk.ClearField("logprobs")
     record.ClearField("prompt_ids")
 
 
-def _contents(record: PayloadRecord) -> None:
+def clear_contents(record: PayloadRecord) -> None:
+    """Leaves out the contents of tensors."""
     for tensor in (*record.inputs, *record.outputs, *(each for chunk in record.chunks for each in chunk.outputs)):
         tensor.ClearField("data")
 

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from functools import partial
 
 from headrace.payload.drops import FAILED, FULL, TOO_LARGE, Drops
-from headrace.payload.encoding import INCOMPLETE, Encoder, fitted, shortened, without_contents
+from headrace.payload.encoding import INCOMPLETE, Encoder, changed, clear_contents, fitted
 from headrace.payload.frames import BEGIN, MORE, WHOLE
 from headrace.payload.outbox import Outbox
 from headrace.payload.parts import OpenRecord, Write
-from headrace.payload.records import is_callers_own
+from headrace.payload.records import is_callers_own, shorten_refused
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos.headrace_pb2 import PayloadRecord
 
@@ -251,7 +251,7 @@ class PayloadWriter:
                 return self._lose(record, FULL if size > largest else TOO_LARGE)
             return data
         if is_callers_own(end.fields["status"]):
-            data = shortened(data)
+            data = changed(data, shorten_refused)
         if 2 * len(data) > MAX_RECORD_BYTES:  # With the text once more, which the logger joins.
             data = fitted(data, MAX_RECORD_BYTES) or self._lose(record, TOO_LARGE)
         if len(data) > largest:
@@ -321,7 +321,7 @@ class PayloadWriter:
             record.dropped = not record.written
             return True
         if not record.written:
-            less = without_contents(write.encoded or b"") + INCOMPLETE
+            less = changed(write.encoded or b"", clear_contents) + INCOMPLETE
             self._lose(record, reason)
             self._append(outbox, write, less, has_begun=False)
             return True
