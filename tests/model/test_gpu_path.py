@@ -10,7 +10,7 @@ import torch
 
 from headrace.errors import RequestFailedError, StartupError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine import build, overlap
+from headrace_predictor.engine import build, step
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.gpu import Operations
 from headrace_predictor.engine.publisher import Publisher
@@ -359,7 +359,7 @@ async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, 
 
 async def test_tokens_are_sent_before_the_wait_for_the_next_ones(engine_of, on_gpu, monkeypatch):
     events = []
-    reading, publish = overlap._reading, Publisher.publish
+    reading, publish = step._reading, Publisher.publish
 
     def noted_reading(tokens):
         read = reading(tokens)
@@ -369,7 +369,7 @@ async def test_tokens_are_sent_before_the_wait_for_the_next_ones(engine_of, on_g
         events.append("publish")
         publish(self, results)
 
-    monkeypatch.setattr(overlap, "_reading", noted_reading)
+    monkeypatch.setattr(step, "_reading", noted_reading)
     monkeypatch.setattr(Publisher, "publish", noted_publish)
     engine = engine_of(random_model("llama"))
     engine._flush = lambda: events.append("flush")

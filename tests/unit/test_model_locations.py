@@ -4,7 +4,7 @@ import pytest
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
 from headrace.models.sources import ModelSource
-from headrace_predictor.repository.locations import ModelLocations
+from headrace_predictor.repository.loading import ModelLocations
 from headrace_predictor.settings import PredictorSettings
 
 

@@ -37,7 +37,6 @@ from headrace_predictor.engine.interface import (
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.lookup import PromptLookup
-from headrace_predictor.engine.overlap import is_plain, overlapped
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -45,7 +44,7 @@ from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import SequenceOutput
-from headrace_predictor.engine.step import Outcome, StepRunner
+from headrace_predictor.engine.step import Outcome, StepRunner, is_plain, overlapped
 from headrace_protos.steps_pb2 import Submission
 
 logger = logging.getLogger(__name__)

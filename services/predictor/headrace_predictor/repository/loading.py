@@ -4,6 +4,11 @@ In two steps: `fetch_model`, which blocks, minutes for a download; `build`, seco
 model is loaded by an engine process, the others in this one, where the libraries are imported with the first encoder.
 Problems with a model raise StartupError with one line of text here and do not wait for the first request.
 
+Models may be loaded by name from, in this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`,
+under its own name; a hub id or a URL that matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders alone is
+no model: they are models `org/name`. A model of the hub is loaded under its id, or under any other name with the id,
+and optionally a revision, as `source`; a URL is always a `source`. Text from callers is never used as a path.
+
 `Operations` are loads and unloads that callers wait for but do not own: they continue when their callers leave.
 """
 
@@ -19,12 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from headrace.deadline import Deadline
-from headrace.errors import DeadlineError, HeadraceError, NotReadyError, OverloadedError, StartupError
+from headrace.errors import (
+    DeadlineError,
+    ForbiddenError,
+    HeadraceError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    StartupError,
+)
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.hub import Report, fetch
 from headrace.models.kinds import ModelKind, kind_of
-from headrace.models.sources import ModelSource, read_config
+from headrace.models.sources import ModelSource, is_name, matches, parse_hub_id, parse_remote, read_config
 from headrace.models.weight_headers import read_header
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.threads import run_in_daemon_thread
@@ -192,3 +206,63 @@ class Operations:
         # The caller may have left: log the error.
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, HeadraceError) else error)
+
+
+class ModelLocations:
+    """Which models may be loaded by name. Reads the disk, briefly; has no state but the settings."""
+
+    def __init__(self, settings: PredictorSettings) -> None:
+        self._configured = {source.name: source for source in settings.models}
+        self._folder = settings.model_repository
+        self._patterns = settings.hub_allow
+
+    def find(self, name: str, source: str = "") -> ModelSource:
+        """The source of a model; raises InvalidRequestError, NotFoundError or ForbiddenError."""
+        local = self._local(name)
+        if local is not None:
+            if source not in ("", local.where):
+                raise InvalidRequestError(f"model {name!r} has a source of its own; load {source!r} by another name")
+            return local
+        if not source and (not is_name(name) or (name.count("/") != 1 and not self._allowed(name))):
+            raise NotFoundError(f"no model {name!r}")
+        try:
+            if not is_name(name):
+                raise ValueError(f"{name!r} is not a name for a model")
+            remote = parse_remote(name, source) if source else parse_hub_id(name, name)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        if not self._allowed(remote.location):
+            what = remote.location if remote.is_url else f"hub id {remote.location!r}"
+            raise ForbiddenError(f"{what} may not be loaded; add it to PREDICTOR_HUB_ALLOW to allow that")
+        return remote
+
+    def names(self) -> list[str]:
+        """The models in the repository folder that can be loaded."""
+        if self._folder is None:
+            return []
+        found: list[str] = []
+        for name, is_folder in _visible(self._folder).items():
+            inner = _visible(self._folder / name) if is_folder else {}
+            if inner and all(inner.values()):
+                found += filter(is_name, (f"{name}/{part}" for part in inner))
+            elif is_folder:
+                found.append(name)
+        return sorted(found)
+
+    def _local(self, name: str) -> ModelSource | None:
+        if name in self._configured:
+            return self._configured[name]
+        if self._folder is not None and name in self.names():
+            return ModelSource(name, str(self._folder / name))
+        return None
+
+    def _allowed(self, location: str) -> bool:
+        return any(matches(location, pattern) for pattern in self._patterns)
+
+
+def _visible(folder: Path) -> dict[str, bool]:
+    """What a folder holds, except for hidden names, and whether each is a folder."""
+    try:
+        return {path.name: path.is_dir() for path in folder.iterdir() if is_name(path.name)}
+    except OSError:
+        return {}  # It is missing for now, or may not be read; loaded models are still served.

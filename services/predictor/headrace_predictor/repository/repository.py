@@ -47,13 +47,13 @@ from headrace_predictor.repository.entry import Entry, IndexRow, State
 from headrace_predictor.repository.lease import Serving
 from headrace_predictor.repository.loading import (
     FetchedModel,
+    ModelLocations,
     Operations,
     build,
     fetch_model,
     release_memory,
     warmed_up,
 )
-from headrace_predictor.repository.locations import ModelLocations
 from headrace_predictor.repository.replacement import watch
 from headrace_predictor.settings import PredictorSettings
 
