@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
+from tests.support.http2_client import connected
 from tests.waiting import HANG_S, until
 
 MIB = 1 << 20
@@ -139,6 +140,16 @@ async def test_head_has_the_status_of_get_and_no_body(gateway: Gateway, path: st
     answers = await exchange(gateway, *requests)
     assert len({status for status, _ in answers}) == 1
     assert {headers.get(b"x-failed-hop") for _, headers in answers} == {answers[0][1].get(b"x-failed-hop")}
+
+
+async def test_a_rest_client_gets_no_trailers_of_grpc_and_its_own_headers_of_it_go_no_further(gateway: Gateway) -> None:
+    sent = (("content-type", "application/json"), ("grpc-timeout", "1n"), ("grpc-encoding", "gzip"))
+    async with connected(int(gateway.address.rpartition(":")[2])) as client:
+        stream = await client.post("/v2/models/a/generate_stream", b"{}", sent)
+        whole = await client.post("/v2/models/a/infer", b"{}", sent)
+    for answer in (stream, whole):
+        assert (answer.status, answer.is_ended, answer.reset_with) == (200, True, None)
+        assert not [name for name in (*answer.headers, *answer.trailers) if name.startswith("grpc")]
 
 
 async def test_http_1_0_is_answered_and_closes_unless_asked_to_stay(gateway: Gateway) -> None:
