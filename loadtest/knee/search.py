@@ -1,7 +1,8 @@
 """The search for the knee, and what is measured at a level of load: raise it until the objective breaks, then bisect.
 
-A level that breaks is measured once more before it counts: one pause of the machine is not the knee. Pure, but
-for the reports: JSON, Markdown, and a picture where matplotlib is installed.
+One pause of the machine is not the knee: a level that breaks is measured once more before it counts, unless it is lost
+without the worst half of its seconds too. Pure, but for the reports: JSON, Markdown, and a picture where matplotlib is
+installed.
 """
 
 import importlib.util
@@ -21,10 +22,14 @@ _CONFIRMATIONS = 2
 
 @dataclass(frozen=True)
 class Level:
-    """What was measured with so many users; rates a second, times in milliseconds (None without such a measure)."""
+    """What was measured with so many users; rates a second, times in milliseconds (None without such a measure).
+
+    `lost`: whether it broke beyond doubt, see `is_lost`.
+    """
 
     users: int
     held: bool
+    lost: bool
     requests: int
     failed: int
     good_percent: float
@@ -39,7 +44,18 @@ class Level:
     processor_full: bool
 
 
-def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
+def is_lost(course: Sequence[Figures], seconds: int, least_percent: float) -> bool:
+    """Whether a level of so many seconds has broken by the figures of its first ones, whatever follows.
+
+    Requests to come count as good, and so do those of the worst half of its time, in which the machine may have paused.
+    """
+    bad = [found.count(figures.REQUESTS) - found.count(figures.GOOD) for found in course]
+    worst = max(sum(bad[start : start + seconds // 2]) for start in range(len(bad)))
+    expected = sum(found.count(figures.REQUESTS) for found in course) * seconds / len(course)
+    return sum(bad) - worst > (1 - least_percent / 100) * expected
+
+
+def measured(found: Figures, users: int, seconds: int, least_percent: float, *, lost: bool = False) -> Level:
     """The level of some seconds' figures; without a finished request it broke."""
     good_percent = found.good_percent() or 0.0
     times = {
@@ -50,6 +66,7 @@ def measured(found: Figures, users: int, seconds: int, least_percent: float) -> 
     return Level(
         users=users,
         held=good_percent >= least_percent,
+        lost=lost,
         requests=found.count(figures.REQUESTS),
         failed=found.count(figures.FAILED),
         good_percent=good_percent,
@@ -85,11 +102,11 @@ class KneeSearch:
         """Whether a level above the knee broke: else the knee is higher than `most`."""
         return self.broken is not None
 
-    def record(self, held: bool) -> None:
-        """Whether the present level held; chooses the next one."""
+    def record(self, held: bool, lost: bool = False) -> None:
+        """Whether the present level held, or broke beyond doubt; chooses the next one."""
         if not held:
             self._breaks += 1
-            if self._breaks < _CONFIRMATIONS:
+            if self._breaks < _CONFIRMATIONS and not lost:
                 return
             self.broken = self.level
         else:

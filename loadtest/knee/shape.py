@@ -1,7 +1,7 @@
 """The shape of load that searches for the knee, one kind of user after another.
 
-At each level the first seconds do not count. Locust calls `tick` once a second. The search ends the test; its reports
-are then in `--knee-folder`.
+At each level the first seconds do not count; a level that is lost ends early. Locust calls `tick` once a second. The
+search ends the test; its reports are then in `--knee-folder`.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from locust import LoadTestShape
 from locust.runners import MasterRunner
 
-from loadtest.knee.search import Knee, KneeSearch, Level, measured, write
+from loadtest.knee.search import Knee, KneeSearch, Level, is_lost, measured, write
 from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class KneeShape(LoadTestShape):
             while not search.done:
                 levels.append((yield from self._measured(session, kind, search)))
                 _log.info("knee of %s: %s", kind.__name__, levels[-1])
-                search.record(levels[-1].held)
+                search.record(levels[-1].held, levels[-1].lost)
             knees.append(Knee(kind.__name__, kind.row, search.knee, search.bounded, levels))
         session.knee = "; ".join(f"knee of {knee.user}: {knee.knee} users" for knee in knees)
         _log.info("%s", session.knee)
@@ -62,7 +62,7 @@ class KneeShape(LoadTestShape):
         """The ticks until the search's level has been measured."""
         above = f", broke at {search.broken}" if search.broken else ""
         session.knee = f"Knee of {kind.__name__}: held {search.knee}{above}; measuring {search.level} users."
-        runner, seconds = self.runner, session.options.knee_seconds
+        runner, seconds, least_percent = self.runner, session.options.knee_seconds, session.options.good_percent
         delay_s = _WORKERS_DELAY_S if isinstance(runner, MasterRunner) else 0
         since: int | None = None
         while True:
@@ -71,9 +71,12 @@ class KneeShape(LoadTestShape):
                 since = None
             elif since is None:
                 since = now + _WARM_UP_S
-            elif now >= since + seconds + delay_s:
-                found = session.measures.window(since, since + seconds)
-                return measured(found, search.level, seconds, session.options.good_percent)
+            elif (until := min(now - delay_s, since + seconds)) > since:
+                course = [session.measures.window(second, second + 1) for second in range(since, until)]
+                lost = is_lost(course, seconds, least_percent)
+                if lost or until == since + seconds:
+                    found = session.measures.window(since, until)
+                    return measured(found, search.level, until - since, least_percent, lost=lost)
             yield search.level, _SPAWN_RATE, [kind]
 
 

@@ -19,8 +19,8 @@ BATCH, PACE_MS = 8, 30
 # Answers of equal length fall into step: the same 40 users were all good in one run, and a quarter late in another.
 TOKENS = "8-16"
 NEAR, TWICE = 0.10, 1.9
-# The search begins at 20 users per predictor, which serves about 38: a coarser one would not distinguish 1.9 and 2.
-USERS, PRECISION = 20, 2
+# The search begins at 28 users per predictor, which serves about 43: a coarser one would not distinguish 1.9 and 2.
+USERS, PRECISION = 28, 2
 # The limit is on the whole request: with more sequences than slots they take turns, so that first tokens are early
 # and gaps are long.
 OBJECTIVE = "whole <= 2300 ms"
@@ -54,7 +54,8 @@ async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack
     assert first["knee"] >= BATCH
     # The results may differ by one user.
     assert abs(first["knee"] - second["knee"]) <= max(1, NEAR * first["knee"])
-    one, two = first["at_knee"]["goodput"], both["at_knee"]["goodput"]
+    # At the knee itself 95 to 100 % are good.
+    one, two = (max(level["goodput"] for level in found["levels"] if level["held"]) for found in (first, both))
     assert two >= TWICE * one, f"{one} and {two} good requests a second"
     users = (first["knee"] + second["knee"]) / 2
     assert both["knee"] >= TWICE * users, f"{users} and {both['knee']} users"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loadtest.knee.search import Knee, KneeSearch, measured, write
+from loadtest.knee.search import Knee, KneeSearch, is_lost, measured, write
 from tests.unit.test_load_test_measures import counted
 
 
@@ -49,6 +49,29 @@ def test_a_level_that_fails_once_is_measured_again():
 
     find(search, holds)
     assert search.knee == 8
+
+
+def test_a_level_that_is_lost_is_not_measured_again():
+    search = KneeSearch(8, 20)
+    search.record(held=False, lost=True)
+    assert search.level == 4
+
+
+@pytest.mark.parametrize(
+    ("good_of_10", "lost_after"),
+    [
+        ([0] * 20, 12),  # Bad for longer than half of the time, and for 5 % of it more.
+        ([8] * 20, 16),
+        ([10] * 5 + [0] * 10 + [10] * 5, None),  # One pause, though half of the requests were bad.
+        ([0, 10] * 10, 13),
+        ([9] * 20, None),  # It broke: 90 %. But without its worst half 95 % are good.
+        ([10] * 20, None),
+    ],
+)
+def test_a_level_is_lost_if_it_breaks_without_its_worst_half(good_of_10, lost_after):
+    course = [counted(10, good) for good in good_of_10]
+    found = (second for second in range(1, 21) if is_lost(course[:second], 20, 95.0))
+    assert next(found, None) == lost_after
 
 
 def test_a_start_out_of_bounds_is_refused():
