@@ -287,7 +287,9 @@ def _sum_pairs(
             used = ends[-1] - first
             if used < BLOCK_TOKENS:
                 whole = memory.view(np.uint16)[: stored.size].reshape(stored.shape)
-                whole[:used] = stored[:used]
+                for row in range(used):
+                    for d in range(stored.shape[1]):
+                        whole[row, d] = stored[row, d]
                 whole[used:] = 0
                 stored = whole
             add_row_products(rounded[:, first : first + BLOCK_TOKENS], stored, sums, following)

@@ -71,6 +71,10 @@ _PAUSES = 256
 _F, _I, _L, _B = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
+# Inlined, as are the large phases: LLVM compiles a function by itself, and once more with each one that calls it.
+_attend_tile = njit(inline="always", **OPTIONS)(attend_tile.py_func)
+
+
 def state_of(layers: int) -> Any:
     """The memory that threads share for a model of so many layers."""
     slot = _COUNTERS + 2 * _LINE * (_LAYER_PHASES * layers + 2)
@@ -85,7 +89,8 @@ def begin_pass(state: Any, kind: Any, parameters: Any) -> Any:
     _wait(slot, _INSIDE, 0)
     slot[_COUNTERS:] = 0
     slot[_KIND] = kind
-    slot[_PARAMETERS : _PARAMETERS + len(parameters)] = parameters
+    for i in range(len(parameters)):
+        slot[_PARAMETERS + i] = parameters[i]
     publish(state, _LATEST, number)
     return number
 
@@ -285,7 +290,7 @@ def swish_rows(gates: Any, ups: Any, out: Any) -> None:
         swish_times(gates[i], ups[i], out[i])
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def multiply_panels(
     phase: Any, product: Any, panel: Any, panels: Any, first: Any, end: Any, parameters: Any, marker: Any
 ) -> None:
@@ -371,7 +376,7 @@ def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
     write_tokens(packed, cosines, sines, keys, values, slot, slot + 1, table, owners, ends, query_heads)
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Attends for a part of the step's tokens and heads: see `parts` in attention.py."""
     _, sizes, numbers, marker, keys, values = model
@@ -380,7 +385,7 @@ def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
     part = array_at(parameters[PARTITION] + chunk * 4 * 8, (4,), _L)
     first, count = part[0], part[1] - part[0]
     owner = array_at(parameters[OWNERS], (parameters[TOKENS],), _I)[first]
-    attend_tile(
+    _attend_tile(
         array_at(parameters[PACKED] + first * heads * size * 4, (count, heads * size), _F),
         array_at(parameters[COSINES] + first * size * 4, (count, size), _F),
         array_at(parameters[SINES] + first * size * 4, (count, size), _F),

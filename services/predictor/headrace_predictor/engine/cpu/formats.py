@@ -247,8 +247,10 @@ def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> 
     """
     count = len(numbers)
     if is_fp32(marker):
-        row.view(np.float32)[:count] = numbers
-        row.view(np.float32)[count:] = 0
+        words = row.view(np.float32)
+        for k in range(count):
+            words[k] = numbers[k]
+        words[count:] = 0
         return
     if is_bf16(marker):
         words = row.view(np.uint16)
