@@ -47,7 +47,9 @@ def built(engine: None, tmp_path_factory: pytest.TempPathFactory) -> ComposeStac
 def stack(built: ComposeStack) -> Iterator[ComposeStack]:
     """The stack, built and ready; tests may stop parts of it, and start them again."""
     try:
-        with built.timed("up --wait, from nothing"):
+        with built.timed("kernels of this machine's other tests"):
+            built.copy_kernels()
+        with built.timed("up --wait, from nothing else"):
             built.compose("up", "--wait")
         yield built
     finally:

@@ -5,11 +5,13 @@ except `async` ones, so that a load can run beside them.
 """
 
 import asyncio
+import io
 import json
 import os
 import signal
 import ssl
 import subprocess
+import tarfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
 PROJECT = "headrace-test"
+# Where the predictor keeps compiled kernels, and those of them that it compiles in these tests too, by their names.
+KERNELS, OWN_KERNELS = "/var/cache/headrace/numba", "norm."
 FILES = ("compose.yaml", "tests/containers/offline.yaml")
 _COMMAND_TIMEOUT_S = 900
 _POLL_S = 0.2  # Calls of the engine use the cores that the stack needs.
@@ -97,11 +101,25 @@ class ComposeStack:
             "WHEELHOUSE": wheels if Path(wheels).is_dir() and wheels else str(folder),
         }
 
-    def compose(self, *arguments: str, files: tuple[str, ...] = ()) -> str:
+    def compose(self, *arguments: str, files: tuple[str, ...] = (), sent: bytes | None = None) -> str:
         """The output of `docker compose …`, with the stack's own files by default; AssertionError with its errors."""
         named = [part for file in files or self._files for part in ("--file", file)]
         command = ["docker", "compose", "--project-directory", str(ROOT), *named, *arguments]
-        return _output(command, env=self.environment)
+        return _output(command, env=self.environment, sent=sent)
+
+    def copy_kernels(self) -> None:
+        """Gives the predictor those that this machine has compiled for its other tests, but not OWN_KERNELS."""
+        from headrace_predictor.engine.cpu.compiled import CODE, config  # It imports torch.
+
+        def chosen(file: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            return None if Path(file.name).name.startswith(OWN_KERNELS) else file
+
+        with io.BytesIO() as packed:
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                if Path(config.CACHE_DIR).is_dir():
+                    archive.add(config.CACHE_DIR, f"{KERNELS[1:]}/{CODE}", filter=chosen)
+            unpack = ("tar", "predictor", "--extract", "--directory=/", "--no-same-owner", "--no-overwrite-dir")
+            self.compose("run", "--rm", "--no-deps", "--no-TTY", "--entrypoint", *unpack, sent=packed.getvalue())
 
     async def compose_beside(self, *arguments: str) -> str:
         """`compose` without blocking the event loop."""
@@ -137,7 +155,8 @@ def size_mb(image: str) -> float:
     return int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6
 
 
-def _output(command: list[str], env: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def _output(command: list[str], env: Mapping[str, str] | None = None, sent: bytes | None = None) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, input=sent, timeout=_COMMAND_TIMEOUT_S)
+    output = done.stdout.decode()
+    assert done.returncode == 0, f"{' '.join(command)}\n{output}\n{done.stderr.decode()}"
+    return output

@@ -5,7 +5,7 @@ import urllib.request
 import psutil
 import pytest
 
-from tests.containers.stack import docker
+from tests.containers.stack import KERNELS, OWN_KERNELS, docker
 
 SERVICES = ("envoy", "transformer", "predictor", "logger", "jaeger", "locust")
 OURS = ("transformer", "predictor", "logger", "locust")
@@ -89,6 +89,11 @@ def test_a_service_can_write_only_to_its_volume(stack, service, folder):
     script = f"import os; print(*(os.access(path, os.W_OK) for path in ('{folder}', '/tmp', '/app', '/venv', '/etc')))"
     writable = docker("exec", stack.container(service).id, "python", "-c", script).split()
     assert writable == ["True", "True", "False", "False", "False"]
+
+
+def test_the_predictor_keeps_the_kernels_that_it_compiles(stack):
+    kept = docker("exec", stack.container("predictor").id, "find", KERNELS, "-name", f"{OWN_KERNELS}*.nbc")
+    assert kept.splitlines()
 
 
 def test_the_gateway_reads_the_transformers_list_of_models_and_cannot_write_it(stack):
