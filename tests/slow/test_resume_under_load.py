@@ -1,18 +1,15 @@
-"""Any stream survives the death of its predictor: its caller sees only a pause, and gets the same answer.
+"""Streams see only a short pause while all predictors are restarted, and soon continue after a kill in front of them.
 
-Streams of 200 tokens, greedy and sampled, in fp32, while predictors are killed, or restarted one after the other: 24 at
-a time for some seconds each, with FULL=1 64 for a minute. The expected answers were recorded before, from the same
-stack. Each test prints the lengths of the pauses. Predictors that are stopped or alone are those of
+Streams of 200 tokens, greedy and sampled, in fp32: 24 at a time, with FULL=1 64 for a minute. The expected answers were
+recorded before, from the same stack. Each test prints the lengths of the pauses. Kills of predictors, under every kind
+of request, are those of test_kinds_under_kills.py; predictors that are stopped or alone those of
 tests/system/test_resume.py.
 """
 
 import asyncio
-import random
 import signal
 import sys
 import time
-from dataclasses import replace
-from itertools import pairwise
 
 import httpx2
 import pytest
@@ -77,62 +74,12 @@ async def oracle(stack):
     return known
 
 
-async def serving(stack):
-    """The predictors that serve."""
-    names = [name for name in stack.names if name.startswith("predictor")]
-    states = await asyncio.gather(*(serves(stack.addresses[name]) for name in names))
-    return [name for name, serves_now in zip(names, states, strict=True) if serves_now]
-
-
 def print_pauses(what, crowd):
     """Prints the longest pause and the 99th percentile; returns the latter."""
     pauses = crowd.pauses_s()
     most = pauses[int(0.99 * (len(pauses) - 1))]
     print(f"{what}: {len(pauses)} streams, longest pause {pauses[-1]:.2f} s, p99 {most:.2f} s")
     return most
-
-
-def gaps_s(crowd):
-    """The times between two pieces, of all answers, the shortest first."""
-    return sorted(b.at - a.at for call in crowd.calls for a, b in pairwise(call.pieces))
-
-
-async def test_killing_predictors_again_and_again_causes_only_pauses(stack, oracle):
-    end, kills = time.monotonic() + SECONDS, 0
-    async with Client(stack.gateway) as client:
-        async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
-            await until(crowd.all_have_moved, BACK_S)
-            while not kills or time.monotonic() < end:
-                if len(able := await serving(stack)) >= 2:
-                    await stack.kill(random.choice(able))
-                    kills += 1
-                await asyncio.sleep(0.05)
-        crowd.all_right(oracle)
-    print_pauses(f"{kills} kills", crowd)
-
-
-async def test_killing_predictors_hardly_delays_hedged_streams(stack, oracle):
-    hedged = [replace(story, sampling=(*story.sampling, ("hedge", 2))) for story in stories_of(TOKENS)]
-    kills = 0
-    async with Client(stack.gateway) as client:
-        await oracle.record_answers(client, hedged)
-        async with Crowd(client, hedged, CALLERS) as quiet:
-            await asyncio.sleep(SECONDS / 4)
-        async with Crowd(client, hedged, CALLERS) as crowd:
-            await until(crowd.all_have_moved, BACK_S)
-            end = time.monotonic() + SECONDS
-            while not kills or time.monotonic() < end:
-                # With all three ready, a hedged stream always has a living one.
-                if len(able := await serving(stack)) == PREDICTORS:
-                    await stack.kill(random.choice(able))
-                    kills += 1
-                await asyncio.sleep(0.5)
-        for each in (quiet, crowd):
-            each.all_right(oracle)
-    for what, each in (("quiet", quiet), (f"{kills} kills", crowd)):
-        gaps = gaps_s(each)
-        print(f"hedged, {what}: p99 gap {gaps[int(0.99 * (len(gaps) - 1))]:.3f} s, longest {gaps[-1]:.3f} s")
-    print_pauses(f"hedged, {kills} kills", crowd)
 
 
 @pytest.mark.full  # The short form: tests/system/test_resume.py, SIGTERM.
