@@ -64,7 +64,7 @@ class Honest:
     async def _call(self, way: str) -> None:
         if way == "readiness":
             begun = time.monotonic()
-            self._end(way, "" if await serves(self._gateway, "ready") else "not ready")
+            self._end(way, "" if await serves(self._gateway, "ready", _LIMIT_S) else "not ready")
             self.figures.unary_s.append(time.monotonic() - begun)
             return
         story = None if way == "ModelInfer" else _CHAT if way == "chat completions" else _STORY

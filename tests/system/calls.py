@@ -262,12 +262,12 @@ async def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(subprocess.run, program, cwd=ROOT, capture_output=True, text=True)
 
 
-async def serves(address: str, name: str = "") -> bool:
+async def serves(address: str, name: str = "", within_s: float = 1.0) -> bool:
     """Whether the service at `address` (host:port) answers SERVING."""
     async with channel(address) as open_channel:
         request = health_pb2.HealthCheckRequest(service=name)
         try:
-            answer = await health_pb2_grpc.HealthStub(open_channel).Check(request, timeout=1.0)
+            answer = await health_pb2_grpc.HealthStub(open_channel).Check(request, timeout=within_s)
         except grpc.aio.AioRpcError:
             return False
     return answer.status == health_pb2.HealthCheckResponse.SERVING
