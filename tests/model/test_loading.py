@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from headrace.errors import StartupError
 from headrace.models.sources import ModelSource
@@ -107,13 +107,45 @@ async def test_weights_and_classes_that_do_not_fit_are_refused_by_name(tmp_path,
     assert reason in await refusal(engine_host, tmp_path)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5])
-def test_a_bias_that_the_class_would_leave_out_is_refused_unless_it_is_zero(tmp_path, value):
-    random_model("llama").save_pretrained(tmp_path)
-    name, file = "model.layers.1.self_attn.q_proj.bias", tmp_path / "model.safetensors"
+@pytest.mark.parametrize(
+    ("auto", "name", "value", "is_refused"),
+    [
+        (AutoModelForCausalLM, "model.layers.1.self_attn.q_proj.bias", 0.5, True),
+        (AutoModelForCausalLM, "model.layers.1.self_attn.q_proj.bias", 0.0, False),
+        (AutoModelForCausalLM, "model.layers.0.self_attn.q_norm.weight", 1.0, True),
+        (AutoModel, "model.layers.0.self_attn.q_norm.weight", 1.0, True),
+        (AutoModelForCausalLM, "model.embedding_norm.weight", 1.0, True),
+        (AutoModelForCausalLM, "model.layers.2.self_attn.q_proj.weight", 1.0, False),  # Predicts further tokens.
+        (AutoModelForCausalLM, "model.layers.3.self_attn.q_proj.weight", 1.0, True),
+        (AutoModelForCausalLM, "model.layers.0.self_attn.rotary_emb.inv_freq", 1.0, False),
+        (AutoModelForCausalLM, "model.layers.0.self_attn.attn.bias", 1.0, False),
+        (AutoModelForCausalLM, "model.layers.0.self_attn.k_scale", 1.0, False),
+        (AutoModelForCausalLM, "v_head.summary.weight", 1.0, False),
+    ],
+)
+def test_a_tensor_that_the_class_would_leave_out_is_refused_where_it_changes_answers(
+    tmp_path, auto, name, value, is_refused
+):
+    model, file = random_model("llama"), tmp_path / "model.safetensors"
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(tmp_path)
     save_file(load_file(file) | {name: torch.full((64,), value)}, file, metadata={"format": "pt"})
-    refused = pytest.raises(StartupError, match=f"has {name}, without which") if value else nullcontext()
+    refused = pytest.raises(StartupError, match=f"has {name}, without which") if is_refused else nullcontext()
     with refused:
+        load_weights("x", tmp_path, auto, "fp32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [("w1", "does a layer lack an expert"), ("w2", r"down_proj is \[3, .*, config.json makes it \[4")],
+)
+def test_a_mixture_that_lacks_an_expert_is_refused(tmp_path, part, reason):
+    next(family for family in FAMILIES if family.name == "Mixtral").initialised().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    del state[f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=reason):
         load_weights("x", tmp_path, AutoModelForCausalLM, "fp32", torch.device("cpu"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -31,10 +31,16 @@ from headrace_predictor.settings import PredictorSettings
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 _NAMED = 3
+# Masks and angles of older files, states of other libraries, scales of caches: what no class needs.
+_UNNEEDED = re.compile(
+    r"(.*[._])?(inv_freq|masked_bias|causal_mask|_extra_state|[qkv]_scale|(attn|attention)\.bias"
+    r"|EncDecAttention\.relative_attention_bias\.weight)"
+)
 _SCALE = re.compile(r"SCB|scales|scale_weight|(weight|gate_up_proj|down_proj)_scales?(_inv|_2)?")
 # Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
+_INDEX = re.compile(r"\.(\d+)(?=\.)")
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -184,6 +190,11 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
         raise StartupError(f"model {name}: of config.json transformers refuses {error}") from None
     except (ImportError, RuntimeError, ValueError) as error:
         stated = getattr(config, "quantization_config", None)
+        if stated is None and "automatic conversion of the weights" in str(error):
+            raise StartupError(
+                f"model {name}: of the weights in {folder} transformers cannot make those of its class; does a layer "
+                "lack an expert, or has one another shape?"
+            ) from None
         if stated is None:
             raise
         method = stated.get("quant_method") if isinstance(stated, dict) else stated.quant_method
@@ -194,14 +205,39 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
 
 
 def _is_left_out(model: Any, folder: Path, key: str) -> bool:
-    """Whether a tensor is the scale of quantised weights, or the bias of a layer that the class computes without one;
-    some tools write zeros."""
+    """Whether a tensor that the class has no place for changes what the model computes: it is in a layer, is a norm or
+    the scale of quantised weights, or the bias of a layer that the class computes without one; some tools write zeros.
+    """
+    if _UNNEEDED.fullmatch(key):
+        return False
+    modules = {_path(model, path): module for path, module in model.named_modules()}
     layer, _, part = key.rpartition(".")
-    module = dict(model.named_modules()).get(layer)
+    module, (holder, _, name) = modules.get(_path(model, layer)), layer.rpartition(".")
+    if part == "bias" and getattr(module, "weight", None) is not None:
+        return _has_numbers(folder, key)
     if module is not None and _SCALE.fullmatch(part):
         return True
-    if part != "bias" or getattr(module, "weight", None) is None:
-        return False
+    if holder and _path(model, holder) in modules and "norm" in name.lower():
+        return True
+    return _is_in_layer(model.config, modules, _path(model, key))
+
+
+def _path(model: Any, name: str) -> str:
+    """A name that is the same in files of the decoder or the encoder alone, of a model with a head, and of images."""
+    prefix = model.base_model_prefix
+    return "" if name == prefix else name.removeprefix(f"{prefix}.").replace("language_model.", "")
+
+
+def _is_in_layer(config: Any, modules: Mapping[str, Any], key: str) -> bool:
+    """Those that predict tokens beyond the next one are behind the layers that the configuration counts."""
+    further = getattr(config.get_text_config(), "num_nextn_predict_layers", 0) or 0
+    for found in reversed([*_INDEX.finditer(key)]):
+        if isinstance(layers := modules.get(key[: found.start()]), nn.ModuleList):
+            return not len(layers) <= int(found[1]) < len(layers) + further
+    return False
+
+
+def _has_numbers(folder: Path, key: str) -> bool:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             if key in file.keys():  # noqa: SIM118
