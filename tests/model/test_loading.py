@@ -115,6 +115,7 @@ async def test_weights_and_classes_that_do_not_fit_are_refused_by_name(tmp_path,
         (AutoModelForCausalLM, "model.layers.0.self_attn.q_norm.weight", 1.0, True),
         (AutoModel, "model.layers.0.self_attn.q_norm.weight", 1.0, True),
         (AutoModelForCausalLM, "model.embedding_norm.weight", 1.0, True),
+        (AutoModelForCausalLM, "model.wpe.weight", 1.0, True),
         (AutoModelForCausalLM, "model.layers.2.self_attn.q_proj.weight", 1.0, False),  # Predicts further tokens.
         (AutoModelForCausalLM, "model.layers.3.self_attn.q_proj.weight", 1.0, True),
         (AutoModelForCausalLM, "model.layers.0.self_attn.rotary_emb.inv_freq", 1.0, False),

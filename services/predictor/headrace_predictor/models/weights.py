@@ -40,6 +40,7 @@ _SCALE = re.compile(r"SCB|scales|scale_weight|(weight|gate_up_proj|down_proj)_sc
 # Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
+_BESIDE_LAYERS = re.compile("norm|Norm|embed|wpe|ln_")
 _INDEX = re.compile(r"\.(\d+)(?=\.)")
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -91,6 +92,8 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = _config(folder, auto)
     _check_positions(name, config.get_text_config(decoder=True))
+    for one in (config, config.get_text_config(decoder=True), config.get_text_config(encoder=True)):
+        one.return_dict = True
     if has_gguf(folder) or quantisation_of(config):
         model, info = _from_quantised(folder, auto._model_mapping[type(config)], config, own)
         if device.type != "cpu":
@@ -205,8 +208,8 @@ def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str
 
 
 def _is_left_out(model: Any, folder: Path, key: str) -> bool:
-    """Whether a tensor that the class has no place for changes what the model computes: it is in a layer, is a norm or
-    the scale of quantised weights, or the bias of a layer that the class computes without one; some tools write zeros.
+    """Whether a tensor that the class has no place for changes what the model computes: it is in a layer, a norm or an
+    embedding beside them, a scale of quantised weights, or a layer's bias; some tools write zeros.
     """
     if _UNNEEDED.fullmatch(key):
         return False
@@ -217,7 +220,7 @@ def _is_left_out(model: Any, folder: Path, key: str) -> bool:
         return _has_numbers(folder, key)
     if module is not None and _SCALE.fullmatch(part):
         return True
-    if holder and _path(model, holder) in modules and "norm" in name.lower():
+    if holder and module is None and _path(model, holder) in modules and _BESIDE_LAYERS.search(name):
         return True
     return _is_in_layer(model.config, modules, _path(model, key))
 
