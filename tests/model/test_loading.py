@@ -97,6 +97,8 @@ def test_weights_that_are_cut_off_are_refused(tmp_path):
         ({"model_type": "nothing_like_it"}, "nothing_like_it"),
         ({"rope_theta": "500000", "rope_parameters": None}, "rope_theta in config.json is the text '500000', not a n"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor in config.json is the text '2', not a n"),
+        ({"attn_config": {"rope_theta": 5e5}}, "transformers leaves out rope_theta=500000.0 in config.json"),
+        ({"rotary_dim": 8}, "transformers leaves out rotary_dim=8 in config.json"),
         ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "of config.json transformers refuses 'ntk'"),
     ],
 )

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from headrace.errors import StartupError
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
+from headrace.models.sources import read_config
 from headrace.models.weight_headers import weight_bytes
 from headrace_predictor.engine.cpu.grouped import padded_bytes
 from headrace_predictor.engine.cpu.packed_linear import packs
@@ -91,7 +92,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
     own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = _config(folder, auto)
-    _check_positions(name, config.get_text_config(decoder=True))
+    _check_positions(name, folder, config.get_text_config(decoder=True))
     for one in (config, config.get_text_config(decoder=True), config.get_text_config(encoder=True)):
         one.return_dict = True
     if has_gguf(folder) or quantisation_of(config):
@@ -258,13 +259,28 @@ def dtype_name(model: Any) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _check_positions(name: str, config: Any) -> None:
-    """Checks the numbers by which positions are rotated: transformers reads them unchecked."""
+def _check_positions(name: str, folder: Path, config: Any) -> None:
+    """Checks the numbers by which positions are rotated: transformers reads them unchecked, and leaves some out."""
     own = getattr(config, "rope_parameters", None) or {}
-    for part in (own, *(part for part in own.values() if isinstance(part, dict))):
+    parts = (own, *(part for part in own.values() if isinstance(part, dict)))
+    for part in parts:
         for key, value in part.items():
             if isinstance(value, str) and not key.endswith("type"):
                 raise StartupError(f"model {name}: {key} in config.json is the text {value!r}, not a number")
+    stated = read_config(folder, "config.json")
+    stated = stated.get("text_config") or stated
+    inner = [part for part in stated.values() if isinstance(part, dict) and part.get("rope") is not False]
+    unread = {part["rope_theta"] for part in inner if "rope_theta" in part} - {part.get("rope_theta") for part in parts}
+    if unread:  # DBRX's.
+        raise StartupError(f"model {name}: transformers leaves out rope_theta={unread.pop()} in config.json")
+    width, has_field = stated.get("rotary_dim"), hasattr(type(config), "rotary_dim")
+    if (
+        own
+        and not has_field
+        and "partial_rotary_factor" not in own
+        and width not in (None, getattr(config, "head_dim", None))
+    ):  # MiniMax's.
+        raise StartupError(f"model {name}: transformers leaves out rotary_dim={width} in config.json")
 
 
 def _check_room(name: str, model: Any, device: torch.device) -> None:
