@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.models.gguf.reader import read_gguf
-from headrace.models.sources import GGUF_SUFFIX
+from headrace.models.sources import GGUF_SUFFIX, read_config
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
 _WEIGHTS = "*.safetensors"
@@ -26,6 +26,15 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors that transformers reads, in order; Mistral's folders have the same weights once more."""
+    single, named = folder / "model.safetensors", read_config(folder, "model.safetensors.index.json")
+    if single.is_file():
+        return [single]
+    listed = sorted({folder / str(file) for file in (named.get("weight_map") or {}).values()})
+    return listed or sorted(folder.glob(_WEIGHTS))
+
+
 def weight_bytes(folder: Path) -> Counter[str]:
     """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
     sizes: Counter[str] = Counter()
@@ -35,7 +44,7 @@ def weight_bytes(folder: Path) -> Counter[str]:
     places = {(place.path, place.begin): place for file in files for place in file.tensors.values()}
     for place in places.values():
         sizes[place.type.name] += place.size
-    for path in folder.glob(_WEIGHTS):
+    for path in weight_files(folder):
         with path.open("rb") as file:
             header, _ = read_header(file)
         for name in header.keys() - {"__metadata__"}:

@@ -118,6 +118,10 @@ def save(folder, name, method, **changed):
                 state |= {f"{path}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         expected = model(torch.tensor([_IDS])).logits[0, -1]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
+    # Beside them, as in Mistral's folders, in its own form, which is not read.
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(1).to(torch.float8_e4m3fn)}, folder / "consolidated.safetensors"
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated | changed}))
     for file in TOKENIZER_FILES:

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from headrace.models.weight_headers import weight_files
 from headrace_predictor.engine.cpu.grouped import GROUP, GroupedMatrix, Numbers
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Of a word's nibbles: the output of each.
@@ -63,7 +64,7 @@ def read_state(
     """The weights that are read, by name, and the matrices of integers, by module; raises ValueError."""
     stated = quantisation_of(config)
     method = _READ[stated["quant_method"]]
-    files = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
+    files = {name: path for path in weight_files(folder) for name in _names(path)}
     layers = {name.rpartition(".")[0] for name in files if name.rpartition(".")[2] in _OF_LAYERS}
     state: dict[str, Tensor] = {}
     unread: dict[str, LayerMatrix] = {}

@@ -17,7 +17,7 @@ from headrace.errors import StartupError
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.sources import read_config
-from headrace.models.weight_headers import weight_bytes
+from headrace.models.weight_headers import weight_bytes, weight_files
 from headrace_predictor.engine.cpu.grouped import padded_bytes
 from headrace_predictor.engine.cpu.packed_linear import packs
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
@@ -242,7 +242,7 @@ def _is_in_layer(config: Any, modules: Mapping[str, Any], key: str) -> bool:
 
 
 def _has_numbers(folder: Path, key: str) -> bool:
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             if key in file.keys():  # noqa: SIM118
                 return bool(file.get_tensor(key).any())
