@@ -152,6 +152,15 @@ def test_a_mixture_that_lacks_an_expert_is_refused(tmp_path, part, reason):
         load_weights("x", tmp_path, AutoModelForCausalLM, "fp32", torch.device("cpu"))
 
 
+def test_a_configuration_that_asks_for_tuples_has_no_effect(tmp_path):
+    random_model("bart").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    model = load_weights("x", tmp_path, AutoModelForSeq2SeqLM, "fp32", torch.device("cpu"))
+    ids = torch.tensor([[5, 6]])
+    assert model(input_ids=ids, decoder_input_ids=ids).logits.shape == (1, 2, model.config.vocab_size)
+
+
 @pytest.mark.parametrize("holder", ["whole", "text"])
 def test_a_head_is_tied_where_the_configuration_of_a_model_of_images_or_of_its_decoder_says_so(tmp_path, holder):
     family = next(family for family in FAMILIES if family.name == "Qwen 3.5")

@@ -269,17 +269,13 @@ def _check_positions(name: str, folder: Path, config: Any) -> None:
                 raise StartupError(f"model {name}: {key} in config.json is the text {value!r}, not a number")
     stated = read_config(folder, "config.json")
     stated = stated.get("text_config") or stated
-    inner = [part for part in stated.values() if isinstance(part, dict) and part.get("rope") is not False]
-    unread = {part["rope_theta"] for part in inner if "rope_theta" in part} - {part.get("rope_theta") for part in parts}
+    inner = (part for part in stated.values() if isinstance(part, dict) and not part.get("model_type"))
+    bases = {part["rope_theta"] for part in inner if "rope_theta" in part and part.get("rope", True)}
+    unread = bases - {part.get("rope_theta") for part in parts}
     if unread:  # DBRX's.
         raise StartupError(f"model {name}: transformers leaves out rope_theta={unread.pop()} in config.json")
-    width, has_field = stated.get("rotary_dim"), hasattr(type(config), "rotary_dim")
-    if (
-        own
-        and not has_field
-        and "partial_rotary_factor" not in own
-        and width not in (None, getattr(config, "head_dim", None))
-    ):  # MiniMax's.
+    width, is_read = stated.get("rotary_dim"), hasattr(type(config), "rotary_dim") or "partial_rotary_factor" in own
+    if own and not is_read and width not in (None, getattr(config, "head_dim", None)):  # MiniMax's.
         raise StartupError(f"model {name}: transformers leaves out rotary_dim={width} in config.json")
 
 
