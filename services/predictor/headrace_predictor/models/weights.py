@@ -275,7 +275,7 @@ def _check_positions(name: str, folder: Path, config: Any) -> None:
     if unread:  # DBRX's.
         raise StartupError(f"model {name}: transformers leaves out rope_theta={unread.pop()} in config.json")
     width, is_read = stated.get("rotary_dim"), hasattr(type(config), "rotary_dim") or "partial_rotary_factor" in own
-    if own and not is_read and width not in (None, getattr(config, "head_dim", None)):  # MiniMax's.
+    if own and not is_read and width not in (None, stated.get("head_dim")):  # MiniMax's.
         raise StartupError(f"model {name}: transformers leaves out rotary_dim={width} in config.json")
 
 
