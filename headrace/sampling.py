@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import from_json
 
 from headrace.errors import ContextLengthError, InvalidRequestError
-from headrace.structured_outputs import read_structured_outputs
+from headrace.structured_outputs import Form, read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
@@ -44,6 +44,8 @@ RESTRICTIONS = ("logit_bias", "allowed_token_ids", "bad_token_ids")
 
 _MAX_LIST_TEXT = 2048  # Characters; MAX_STOP_TOKEN_IDS of any vocabulary's ids are shorter.
 _MAX_JSON_TEXT = 64 * 1024
+
+CHECKED = {"checked": True}  # Pydantic's context for parameters that are a dump of others.
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -148,10 +150,10 @@ class SamplingParameters(BaseModel):
             raise ValueError("a list of token ids is needed")
         return value
 
-    @field_validator("structured_outputs", mode="before")
+    @field_validator("structured_outputs", mode="plain")  # Pydantic's own would make a str of a Form.
     @classmethod
-    def _read_structured_outputs(cls, value: Any) -> Any:
-        return read_structured_outputs(value)
+    def _read_structured_outputs(cls, value: Any, info: ValidationInfo) -> Form:
+        return Form(value) if info.context is CHECKED else read_structured_outputs(value)
 
     @field_validator("logit_bias", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from headrace.oip.prompt_scores import PromptLogprobs
-from headrace.sampling import ContextLimits, SamplingParameters
+from headrace.sampling import CHECKED, ContextLimits, SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
@@ -17,8 +17,8 @@ _PREEMPTIONS_KEPT = 32
 
 
 def sampling_of(submission: Submission) -> SamplingParameters:
-    """The complete sampling parameters of a submission: with the model's defaults, seed and max_tokens."""
-    return SamplingParameters.model_validate_json(submission.sampling or b"{}")
+    """The sampling parameters of a submission that the predictor has completed: with defaults, seed and max_tokens."""
+    return SamplingParameters.model_validate_json(submission.sampling or b"{}", context=CHECKED)
 
 
 @dataclass(frozen=True)
