@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -9,9 +10,12 @@ from headrace.errors import InvalidRequestError
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.sampling import SamplingParameters
 from headrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
+from headrace_predictor.engine.interface import sampling_of
 from headrace_protos import inference_pb2
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.frontends.grpc.generate_json import read_generate_request
-from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest
+from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.requests import parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}
@@ -164,3 +168,20 @@ def test_a_response_format_of_text_is_no_form():
 def test_a_wrong_field_of_openais_is_refused_by_name(fields, param, text):
     with pytest.raises(InvalidRequestError, match=re.escape(text), check=lambda error: error.param == param):
         chat(**fields)
+
+
+def test_a_form_is_read_once_in_a_process_and_not_by_the_engine(monkeypatch):
+    read = sampling({"json": SCHEMA})
+    monkeypatch.setattr("headrace.structured_outputs._object", None)  # Whoever reads again fails.
+    assert read.changed({"seed": 1}).resolved(8).structured_outputs is read.structured_outputs
+    complete = Submission(sampling=read.model_dump_json().encode())
+    assert sampling_of(complete) == read
+
+
+async def test_a_body_with_many_objects_is_parsed_in_a_process():
+    schema = {"anyOf": [{"const": number} for number in range(200)]}
+    form = json.dumps({"model": "m", "prompt": "a", "structured_outputs": {"json": schema}}).encode()
+    bodies = Mock(run=AsyncMock(return_value=("parsed", b"")))
+    front = FrontEnd(Mock(), Mock(), bodies, Mock())
+    assert await front.parsed(CompletionRequest, form, Mock()) == "parsed"
+    assert (await front.parsed(CompletionRequest, b'{"model": "m", "prompt": "a"}', Mock())).prompt == ["a"]

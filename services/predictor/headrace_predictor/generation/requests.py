@@ -19,12 +19,14 @@ from pydantic_core import from_json
 from headrace.clients import ANYONE, Client
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
+from headrace.grammars import PARAMETER
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS, check_names
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_size
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from headrace.structured_outputs import Form
 from headrace_predictor.engine.interface import Chunk, EngineLimits
 from headrace_predictor.generation.loaded_model import Engine, LoadedModel
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
@@ -97,6 +99,8 @@ def complete(model: LoadedModel[Engine], submission: Submission, channel: int, d
         raise InvalidRequestError(f"weight must be positive, not {submission.weight:g}")
     if submission.HasField("prompt_logprobs"):
         _prompt_logprobs(submission.prompt_logprobs, len(input_ids), limits)
+    if isinstance(form := parameters.get(PARAMETER), str):
+        parameters[PARAMETER] = Form(form)  # The transformer has read it.
     sampling = _sampling(model, parameters, len(input_ids), len(output_ids))
     return Submission(sampling=_sampling_json(sampling), channel=channel, deadline=deadline.at, adapter=model.adapter)
 
