@@ -2,7 +2,7 @@
 
 A call for one names a function of a module, its arguments and a body. The function returns a small object, which is
 pickled, and bytes, which come back as they are: receiving a result is cheap for any size. Bodies up to `SMALL_BYTES`
-are parsed on the event loop instead.
+are parsed on the event loop instead, those of OpenAI's and Anthropic's interfaces if they have few objects.
 
 Each process has a queue and a thread that waits for it: there is one for bodies up to `LARGE_BYTES`, so that a long
 prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
