@@ -14,6 +14,8 @@ local FULL = "the gateway holds as many bytes of requests as it may"
 local GRPC_ANSWER = {
   "grpc-status", "grpc-message", "grpc-status-details-bin", "grpc-encoding", "grpc-accept-encoding", "x-http-status",
 }
+-- Of a REST client they would be taken for those of the gRPC call that its request becomes.
+local GRPC_REQUEST = { "grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-previous-rpc-attempts" }
 local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["429"] = "8", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (headrace/rpc/server/server.py).
@@ -142,6 +144,7 @@ function envoy_on_request(handle)
   local path, is_head
   if not is_grpc then
     path, is_head = normalize(handle, headers)
+    remove(headers, GRPC_REQUEST)
   end
   local status, message = check_headers(headers)
   if status ~= "431" then
@@ -243,6 +246,14 @@ function envoy_on_response(handle)
   elseif tonumber(status) < 400 then
     if handle:filterContext():get("has_lines") then
       headers:replace("content-type", "application/x-ndjson")
+    end
+    if handle:streamInfo():protocol() == "HTTP/2" then -- HTTP/1.1 clients get no trailers.
+      for _ in handle:bodyChunks() do -- Each chunk has gone on when the next is awaited.
+      end
+      local trailers = handle:trailers()
+      if trailers then
+        remove(trailers, GRPC_ANSWER)
+      end
     end
   else
     local is_by_envoy = headers:get("content-type") == "text/plain"
