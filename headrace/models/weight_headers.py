@@ -27,12 +27,12 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors that transformers reads, in order; Mistral's folders have the same weights once more."""
+    """The safetensors there that transformers reads, in order; Mistral's folders have the same weights once more."""
     single, named = folder / "model.safetensors", read_config(folder, "model.safetensors.index.json")
     if single.is_file():
         return [single]
-    listed = sorted({folder / str(file) for file in (named.get("weight_map") or {}).values()})
-    return listed or sorted(folder.glob(_WEIGHTS))
+    listed = {str(file) for file in (named.get("weight_map") or {}).values()}
+    return [path for path in sorted(folder.glob(_WEIGHTS)) if not listed or path.name in listed]
 
 
 def weight_bytes(folder: Path) -> Counter[str]:

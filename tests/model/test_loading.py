@@ -87,6 +87,13 @@ def test_weights_that_are_cut_off_are_refused(tmp_path):
         fetch_model(ModelSource("x", str(tmp_path)), lambda _: None)
 
 
+async def test_weights_without_one_of_their_files_are_refused_with_its_name(tmp_path, engine_host):
+    AutoModelForCausalLM.from_pretrained(STORYTELLER).save_pretrained(tmp_path, max_shard_size="2MB")
+    shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model.safetensors"))
+    (last := max(tmp_path.glob("*.safetensors"))).unlink()
+    assert last.name in await refusal(engine_host, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
