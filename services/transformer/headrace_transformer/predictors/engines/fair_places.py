@@ -70,7 +70,9 @@ class FairPlaces:
                 turn.set_result(None)
 
     def give_back(self, client: str) -> None:
-        self._running -= Counter([client])  # Without clients that have none.
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
         self.serve()
 
     def _has_room(self) -> bool:
