@@ -53,7 +53,7 @@ def grammar_error(reason: str) -> InvalidRequestError:
 
 def no_token_error() -> InvalidRequestError:
     """The error where two of these have no token in common."""
-    causes = "the form of the answer, the tokens that are allowed and the model's generation_config.json"
+    causes = "the answer's form, the tokens that are allowed, min_tokens and the model's generation_config.json"
     return InvalidRequestError(f"{causes} leave no token at this point")
 
 

@@ -15,13 +15,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
-from headrace_predictor.engine.runners import memory
+from headrace_predictor.engine.runners import memory, row
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.row import CausalRunner
 from headrace_predictor.engine.runners.shortened import shorten
 from headrace_predictor.engine.runners.states import Slots, key_layers, state_bytes
+from headrace_predictor.engine.state.sequence import Row
 from headrace_predictor.settings import PredictorSettings
 from tests.model.step_loop import Loop, make_requests
 from tests.random_models import greedy
@@ -423,3 +425,17 @@ def test_states_are_memory_of_the_sequences_that_run(monkeypatch):
     plan = plan_memory("m", model, shape, settings, size)
     assert plan.max_running * size + plan.blocks * 32 * shape.bytes_per_token <= 100 * size
     assert plan.max_running < plan_memory("m", model, shape, settings).max_running or plan.max_running == 32
+
+
+def test_what_a_failed_pass_has_lost_is_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(row, "_AGAIN", 8)
+    model, lengths = _FAMILIES["GPT-2"].model(), []
+    loop = Loop(model, lambda *_: CausalRunner(model))
+    sequence = loop.add(list(range(3, 33)), 2)
+    with torch.inference_mode():
+        expected = loop.runner.run([Row(sequence, 0, 30)])
+        sequence.state = None
+        model.register_forward_pre_hook(lambda *given: lengths.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
+        logits = loop.runner.run([Row(sequence, 29, 1)])
+    assert lengths == [8, 8, 8, 6]
+    torch.testing.assert_close(logits, expected)

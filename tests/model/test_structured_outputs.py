@@ -74,6 +74,10 @@ async def test_answers_follow_their_forms_alone_and_in_a_batch(engine):
 async def test_a_form_whose_tokens_are_not_allowed_is_the_requests_fault(engine):
     with pytest.raises(InvalidRequestError, match="leave no token at this point"):
         await generate(engine, {"choice": ["yes", "no"]}, allowed_token_ids=[STORIES.token_to_id("b")])
+    with pytest.raises(
+        InvalidRequestError, match="leave no token at this point"
+    ):  # The one that it could have ends it.
+        await generate(engine, {"choice": ["b"]}, stop_token_ids=[STORIES.token_to_id("b")], min_tokens=5)
     bad = [[token_id] for text, token_id in STORIES.get_vocab().items() if "no".startswith(text)]
     answers = [await generate(engine, {"choice": ["yes", "no"]}, seed=seed, bad_token_ids=bad) for seed in range(8)]
     assert {STORIES.decode(ids) for ids, _ in answers} == {"yes"}

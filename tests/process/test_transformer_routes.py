@@ -10,6 +10,7 @@ from headrace.errors import HopBrokenError, NotFoundError, NotReadyError, Overlo
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.rpc.server.call_context import BACKGROUND
 from headrace_protos import inference_pb2 as pb
+from headrace_transformer.generation.token_quota import Reservation
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
 from tests.support.status import code_of, refusal
 from tests.support.transformer_fixtures import transformer
@@ -52,12 +53,15 @@ async def tokens_of(stub, request):
     [NotFoundError("no such model"), OverloadedError("the queue is full")],
     ids=lambda error: type(error).__name__,
 )
-async def test_a_request_falls_back_to_another_model_if_its_own_fails(tmp_path, error):
+async def test_a_request_falls_back_to_another_model_if_its_own_fails(tmp_path, error, monkeypatch):
+    used = []
+    monkeypatch.setattr(Reservation, "__exit__", lambda reservation, *_: used.append(reservation.used))
     predictor = ScriptedPredictor(*[fails(MODEL, error)] * 50, models=(MODEL, SECOND))
     routes = routed(tmp_path, FALLS_BACK)
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
         assert await tokens_of(stub, text_request("chat", "Tell me", max_tokens=5)) == 5
     assert predictor.calls[-1].request.model == SECOND
+    assert used == [0, len(predictor.calls[-1].request.prompt_ids) + 5]  # The prompt is charged once.
 
 
 async def test_a_request_that_kills_its_predictor_does_not_fall_back(tmp_path):

@@ -121,7 +121,7 @@ def test_the_remaining_limit_is_in_the_headers_of_openais_api():
         assert remaining() == [("3", "1", "1m1s"), ("100", "40", "1m1s")]
         # A limit that has become smaller leaves nothing.
         assert ("x-ratelimit-remaining-requests", "0") in limits.remaining(alice(requests_per_minute=1))
-        reservation.generated = 5
+        reservation.used = 5
     clock.now += 41
     assert remaining() == [("3", "2", "20s"), ("100", "85", "20s")]
     clock.now += 20
@@ -161,7 +161,7 @@ def test_tokens_are_reserved_and_settled():
         with pytest.raises(OverloadedError, match="alice has 40 left") as error, quota.reserved(client, 10, 50):
             pass
         assert error.value.retry_after_ms == 61_000
-        first.generated = 5
+        first.used = 5
     # 15 are charged, 85 are left.
     with quota.reserved(client, 35, 50):
         pass
@@ -173,7 +173,7 @@ def test_a_cancelled_generation_is_charged_for_its_tokens_so_far():
 
     def generation():
         with quota.reserved(client, 30, 70) as reservation:
-            reservation.generated = 20
+            reservation.used = 20
             yield
 
     cancelled = generation()
@@ -213,16 +213,16 @@ async def test_a_months_tokens_are_those_of_the_log_and_those_since_its_query():
     clock, log = Clock(), Log(60)
     budget, client = MonthBudget(log, lambda: MAY, clock), alice(tokens_per_month=100)
     quota = TokenQuota(budget, clock)
-    await quota.charged(client, 0)
+    await quota.check(client)
     with quota.reserved(client, 10, 50) as reservation:
-        reservation.generated = 30
+        reservation.used = 30
     with pytest.raises(OverloadedError, match="alice has used the 100 tokens") as error:
-        await quota.charged(client, 0)
+        await quota.check(client)
     assert error.value.retry_after_ms == 3_600_000
     assert log.queries == [("alice", datetime(2026, 5, 1, tzinfo=UTC))]
     clock.now += READ_AGAIN_S
     log.used = 99
-    await quota.charged(client, 0)
+    await quota.check(client)
     assert len(log.queries) == 2
 
 

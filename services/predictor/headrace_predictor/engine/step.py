@@ -176,7 +176,8 @@ class StepRunner:
 def _failure_of(row: Row) -> HeadraceError:
     """The error of a row that has no token: the model failed, or the request allows none."""
     sampling, rules = row.sequence.sampling, row.sequence.row.rules
-    if bool(sampling.structured_outputs) + sampling.has_restrictions + (rules is not None) > 1:
+    lasts = not sampling.may_end(len(row.sequence.output_ids))
+    if bool(sampling.structured_outputs) + sampling.has_restrictions + (rules is not None) + lasts > 1:
         return no_token_error()
     logger.error("request %s: the model's logits are not numbers", row.sequence.id)
     return RequestFailedError("the model failed on this request")

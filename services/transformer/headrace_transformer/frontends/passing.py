@@ -123,11 +123,11 @@ class Passing:
                     events_of = passed.events if path in _COMPLETIONS else passed.raw_events
                     async with aclosing(events_of()) as written:
                         async for events in written:
-                            reserved.generated = passed.tokens
+                            reserved.used = passed.tokens
                             yield HttpBody(content_type=EVENTS, data=events)
                 else:
                     data = await passed.whole()
-                    reserved.generated = passed.tokens
+                    reserved.used = passed.tokens
                     yield HttpBody(content_type=JSON, data=data)
             self.router.answered(answering)
 

@@ -144,10 +144,11 @@ class Pipeline:
         assembler = self._assembler(request, prepared)
         if model.pool is not None and resume is not None and resume.fingerprint:
             raise HopBrokenError("the model's weights have changed, and no predictor has the old ones", hop="engine")
+        await self.quota.check(call.client)  # The choices run at once: nothing may wait until one counts the prompt.
         counts_prompt = model.name not in request.shared.charged
         prompt_tokens = len(prepared.origin.prompt_ids) if counts_prompt else 0
-        reservation = await self.quota.charged(call.client, prompt_tokens, prepared.sampling.max_tokens or 0)
-        lease.enter_context(reservation)
+        most = prompt_tokens + (prepared.sampling.max_tokens or 0)
+        reservation = lease.enter_context(self.quota.reserved(call.client, 0, most))
         request.shared.charged.add(model.name)
         known = None if self.recorded is None else await self.recorded.find(request, prepared)
         stream = self.generator.open(
@@ -162,13 +163,15 @@ class Pipeline:
         )
         lease.enter_context(closing(stream))
         tokens = stream if resume is None else RepeatedTokens(stream, resume, known)
+        first = await tokens.read()
+        reservation.used += prompt_tokens  # Without a first token the log counts none either.
         return Begun(
             answering=answering,
             prepared=prepared,
             admitted=admitted,
             reservation=reservation,
             tokens=tokens,
-            first=await tokens.read(),
+            first=first,
             assembler=assembler,
             counts_prompt=counts_prompt,
             shows_cached=self.reports_cached_tokens or bool(call.client.name or prepared.sampling.cache_salt),
@@ -211,7 +214,7 @@ class Begun(NamedTuple):
 
     def chunk(self, tokens: TokenChunk, request: TextRequest) -> TextChunk:
         """The next chunk, counted."""
-        self.reservation.generated += len(tokens.token_ids)
+        self.reservation.used += len(tokens.token_ids)
         chunk = self.assembler.take(tokens, request.call.elapsed_s)
         self.admitted.chunk(chunk)
         return chunk.without_output() if request.prompt_only else chunk

@@ -1,7 +1,7 @@
 """Tokens by client, in a minute: a request reserves its prompt and max_tokens, and settles at its end.
 
 So generations that run at the same time cannot exceed the limit together. A cancelled one is charged for its prompt and
-what it had generated. The counts are those of one process.
+what it had generated, and for nothing before its first token. The counts are those of one process.
 
 A month is a calendar month in UTC, by the payload log. The figure is read again once a minute, by the first generation
 that needs it; until then the tokens that this process has used since are added. While the logger is unreachable,
@@ -33,14 +33,14 @@ UsedTokens = Callable[[str, datetime], Awaitable[int]]
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """The tokens of one request, until the block ends; the owner keeps `generated` up to date."""
+    """The tokens of one request, until the block ends; the owner keeps `used`, what comes to its prompt, up to date."""
 
     def __init__(self, settle: Callable[[int], None]) -> None:
-        self.generated = 0
+        self.used = 0
         self._settle = settle
 
     def __exit__(self, *_: object) -> None:
-        self._settle(self.generated)
+        self._settle(self.used)
 
 
 class TokenQuota:
@@ -51,10 +51,14 @@ class TokenQuota:
         self._clock = clock
         self._minutes = ByClient(SlidingMinute, self._is_used)
 
-    async def charged(self, client: Client, prompt_tokens: int, max_tokens: int = 0) -> Reservation:
-        """As `reserved`; raises OverloadedError too where the client has used the tokens of its month."""
+    async def check(self, client: Client) -> None:
+        """Raises OverloadedError where the client has used the tokens of its month."""
         if self._month is not None:
             await self._month.check(client)
+
+    async def charged(self, client: Client, prompt_tokens: int, max_tokens: int = 0) -> Reservation:
+        """As `reserved`, after `check`."""
+        await self.check(client)
         return self.reserved(client, prompt_tokens, max_tokens)
 
     def remaining(self, client: Client) -> Pairs:
@@ -93,12 +97,12 @@ class TokenQuota:
                 )
             second = minute.add(wanted)
 
-        def settle(generated: int) -> None:
+        def settle(used: int) -> None:
             if self._month is not None:
-                self._month.add(client, prompt_tokens + generated)
+                self._month.add(client, prompt_tokens + used)
             if minute is not None:
                 minute.advance(self._clock())
-                minute.add(prompt_tokens + generated - wanted, second)
+                minute.add(prompt_tokens + used - wanted, second)
 
         return Reservation(settle)
 

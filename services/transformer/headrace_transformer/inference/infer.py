@@ -181,7 +181,7 @@ class CountedRelay:
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
         async with self._charged(request) as reservation:
             answer = await self.predictor.infer(request, deadline, wait_s)
-            reservation.generated = _ids(split(pb.ModelInferResponse, answer)[0].outputs, OUTPUT_IDS)
+            reservation.used = _ids(split(pb.ModelInferResponse, answer)[0].outputs, OUTPUT_IDS)
             return answer
 
     async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
@@ -191,7 +191,7 @@ class CountedRelay:
         ):
             async for answer in answers:
                 message = pb.ModelStreamInferResponse.FromString(answer).infer_response
-                reservation.generated += _ids(message.outputs, OUTPUT_IDS)
+                reservation.used += _ids(message.outputs, OUTPUT_IDS)
                 yield answer
 
     @asynccontextmanager
@@ -202,7 +202,7 @@ class CountedRelay:
             try:
                 yield reservation
             finally:
-                self.recording.completion_tokens = reservation.generated
+                self.recording.completion_tokens = reservation.used
 
     def _wanted(self, request: bytes) -> tuple[int, int]:
         """The tokens of the prompt, and of the answer at most."""

@@ -21,6 +21,8 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.state.sequence import Row
 
+_AGAIN = 512  # Tokens of a pass that computes again what a failed one has lost: a longer one could fail for ever.
+
 
 class _RowRunner(ModelRunner):
     """The common part: rows one after another."""
@@ -72,7 +74,8 @@ class CausalRunner(_RowRunner):
         if cache is None or cache.get_seq_length() > row.start:  # The latter if the step is repeated.
             cache = DynamicCache(config=self._model.config)
         done, end = cache.get_seq_length(), row.start + row.count
-        ends = [end]
+        most = max(row.count, _AGAIN)
+        ends = [*range(done + most, end, most), end]
         if self.reads_whole_prompts:  # None for a part of the prompt: a later row computes it.
             ends = list(range(max(len(sequence.input_ids), done + 1), end + 1))
         logits = torch.empty(0)
@@ -156,6 +159,8 @@ class CachelessRunner(_RowRunner):
     description = "one row, no cache"
 
     def _last_logits(self, row: Row) -> Tensor:
+        if not row.samples:
+            return torch.empty(0)
         ids = row.sequence.ids[: row.start + row.count]
         logits: Tensor = self._model(input_ids=self._tensor(ids), use_cache=False, **self._only_last).logits[0, -1]
         return logits
