@@ -39,7 +39,7 @@ async def test_a_slow_reader_stops_only_its_own_stream_and_one_that_leaves_ends_
     openai = gateway.openai
     before = openai.written
     client = await asyncio.to_thread(begin, gateway, pieces=1_000_000, size=1000)
-    await until(lambda: openai.running == 1)
+    await until(lambda: openai.running, holds=(1).__eq__)
     written = -1
 
     async def stands() -> bool:

@@ -30,8 +30,8 @@ from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, B
 _SWEEP_S = 1.0
 _LOOK_S = 0.05  # Of memory.
 _ARRIVAL_S = 0.5  # A message that has been arriving for a shorter time is most likely almost complete.
-# A busy machine takes longer over each message, as it does over a look: so many times as long is believed, and twice as
-# long as over the messages that have just arrived.
+# A busy machine takes longer over each message, as it does over a look: so many times as long is believed, and four
+# times as long as over the messages that have just arrived, because the first of many that arrive at once are fast.
 _SLOWEST, _SLOWNESS_MEMORY = 8.0, 0.9
 _GROWTH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -90,7 +90,7 @@ class IdleCalls:
         """The call's message is complete."""
         since = self._unsent.since(call)
         if since is not None:
-            slowness = 2 * (asyncio.get_running_loop().time() - since) / _ARRIVAL_S
+            slowness = 4 * (asyncio.get_running_loop().time() - since) / _ARRIVAL_S
             self._slowness = min(_SLOWEST, max(self._slowness, slowness))
 
     def _all(self) -> tuple[tuple[Waiting, float], ...]:
