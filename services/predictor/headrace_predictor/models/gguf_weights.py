@@ -235,7 +235,7 @@ def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str
         if len(place.shape) == 2 and place.type.name in KINDS_OF:
             yield f"{own}.{what}", stored
             continue
-        values = stored.values(torch.float32)
+        values = stored.values(dtype if len(place.shape) == 2 else torch.float32)
         if len(place.shape) == 1:
             values = values[0] if order is None else values[0][torch.from_numpy(order)]
         if kind.startswith("gemma") and own.endswith("norm"):
