@@ -52,19 +52,44 @@ async def test_another_refusal_of_a_template_stays():
         await Strict().render(Chat([("user", "a"), ("system", "")]), 9, None)
 
 
-@pytest.mark.parametrize(("context", "kept"), [(9, "s u1 a1 u2 a2 u3"), (6, "s u2 a2 u3"), (4, "s u3"), (2, None)])
-async def test_the_oldest_messages_of_a_conversation_that_is_too_long_are_left_out(context, kept):
+async def ids_of_the_newest(context, max_tokens=None, max_new_tokens=None):
     roles = {"s": "system", "u": "user", "a": "assistant"}
     messages = [(roles[word[0]], word) for word in ["s", "u1", "a1", "u2", "a2", "u3"]]
-    request = TextRequest(CallContext("", ""), "m", messages=messages, drops_messages=True)
-    limits = ContextLimits(context, is_encoder_decoder=False)
+    sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
+    request = TextRequest(CallContext("", ""), "m", messages=messages, sampling=sampling, drops_messages=True)
+    limits = ContextLimits(context, is_encoder_decoder=False, max_new_tokens=max_new_tokens)
     model = SimpleNamespace(name="m", tokenizer=Strict(), limits=limits)
-    prompts = Preparation(None, SyntaxSettings())
+    return await Preparation(None, SyntaxSettings()).ids(request, model)
+
+
+@pytest.mark.parametrize(("context", "kept"), [(9, "s u1 a1 u2 a2 u3"), (6, "s u2 a2 u3"), (4, "s u3"), (2, None)])
+async def test_the_oldest_messages_of_a_conversation_that_is_too_long_are_left_out(context, kept):
     if kept is None:
         with pytest.raises(ContextLengthError):
-            await prompts.ids(request, model)
+            await ids_of_the_newest(context, max_tokens=1)
     else:
-        assert await prompts.ids(request, model) == kept.split()
+        assert await ids_of_the_newest(context, max_tokens=1) == kept.split()
+
+
+@pytest.mark.parametrize(
+    ("context", "max_new_tokens", "kept"),
+    [
+        (12, None, "s u1 a1 u2 a2 u3"),  # Half of the context is the answer's.
+        (10, None, "s u2 a2 u3"),
+        (7, 1, "s u1 a1 u2 a2 u3"),
+        (7, 2, "s u2 a2 u3"),
+        (2, None, "s u3"),  # The newest messages are not refused for the answer's sake.
+    ],
+)
+async def test_an_answer_without_a_maximum_has_room_behind_the_messages_that_are_kept(context, max_new_tokens, kept):
+    assert await ids_of_the_newest(context, max_new_tokens=max_new_tokens) == kept.split()
+
+
+@pytest.mark.parametrize(("max_tokens", "room"), [(8, 1), (9, 0), (20, 0)])
+async def test_an_answer_that_leaves_no_room_for_messages_is_refused_as_such(max_tokens, room):
+    text = f"max_output_tokens={max_tokens} leaves room for {room} tokens of a prompt in the context of 9"
+    with pytest.raises(ContextLengthError, match=text, check=lambda error: error.param == "max_output_tokens"):
+        await ids_of_the_newest(9, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(

@@ -139,23 +139,30 @@ class Preparation:
 
         These follow the system's first messages, and begin with one of the user, as templates expect.
         """
-        limit, kept, most = request.truncate_prompt_tokens, None, model.limits.context_length
+        limit, kept, limits = request.truncate_prompt_tokens, None, model.limits
+        most = whole = limits.context_length
+        given = request.sampling.get("max_tokens")
         messages, starts = request.messages, [0]
         head = next((i for i, (role, *_) in enumerate(messages) if role != "system"), len(messages))
         if request.drops_messages:
-            most = kept_tokens(-1, model.limits, request.sampling.get("max_tokens"))
+            most = kept_tokens(-1, limits, given or min(limits.default_tokens(0), whole // 2))
             starts += [index for index, (role, *_) in enumerate(messages) if role == "user" and index > head]
         elif limit is not None:
-            most, kept = _MAX_CUT, kept_tokens(limit, model.limits, request.sampling.get("max_tokens"))
+            most, kept = _MAX_CUT, kept_tokens(limit, limits, given)
         first, last = 0, len(starts) - 1
         found: list[int] | None = None
         while first <= last:
             middle = (first + last) // 2 if first else 0  # The whole prompt first: it nearly always fits.
             fewer = [*messages[:head], *messages[starts[middle] :]] if middle else messages
+            is_fewest = middle == len(starts) - 1
+            if is_fewest and given is None and request.drops_messages:
+                most = whole  # They are not refused for the sake of a default.
             try:
                 found, last = await self._whole(request, fewer, model, most), middle - 1
             except ContextLengthError:
-                if found is None and middle == len(starts) - 1:
+                if found is None and is_fewest and request.drops_messages and most < whole:
+                    raise _no_room(given, whole) from None
+                if found is None and is_fewest:
                     raise
                 first = middle + 1
         return (found or [])[-(kept or 0) :]
@@ -228,6 +235,12 @@ def _grammar_of(
 def prompt_end_of(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> str:
     """The end of a prompt, as far as it decides how the answer is parsed."""
     return tokenizer.text_of(prompt_ids[-_PROMPT_END:])
+
+
+def _no_room(max_tokens: Any, context_length: int) -> ContextLengthError:
+    room = f"{max(0, context_length - max_tokens)} tokens of a prompt in the context of {context_length}"
+    name = "max_output_tokens"
+    return ContextLengthError(f"{name}={max_tokens} leaves room for {room}; the newest messages have more", param=name)
 
 
 def kept_tokens(limit: int, limits: ContextLimits, max_tokens: Any) -> int:
