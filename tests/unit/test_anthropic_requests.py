@@ -71,6 +71,29 @@ def test_blocks_of_tools_are_messages_of_a_chat():
     assert messages(tools=[TOOL], tool_choice={"type": "none"}).tool_use is None
 
 
+def test_turns_of_one_role_are_one():
+    thinking = {"type": "thinking", "thinking": "r", "signature": ""}
+    results = [{"type": "tool_result", "tool_use_id": "1", "content": one} for one in "ab"]
+    answers = [{"role": "assistant", "content": one} for one in ("x", [thinking, CALL], [thinking, CALL | {"id": "2"}])]
+    asked = [{"role": "user", "content": one} for one in ([results[0]], [results[1], {"type": "text", "text": "c"}])]
+    conversation = messages(USER, USER, *answers, *asked, USER, {"role": "system", "content": "s"}, USER).conversation
+    assert [message[:2] for message in conversation] == [
+        ("user", "Hello.\nHello."),
+        ("assistant", "x"),
+        ("tool", "a"),
+        ("tool", "b"),
+        ("user", "c\nHello."),
+        ("system", "s"),
+        ("user", "Hello."),
+    ]
+    fields = orjson.loads(conversation[1][2])
+    assert fields["reasoning_content"] == "r\nr"
+    assert [(call["id"], call["function"]["arguments"]) for call in fields["tool_calls"]] == [
+        ("1", '{"x":1}'),
+        ("2", '{"x":1}'),
+    ]
+
+
 async def test_the_input_of_a_call_is_what_of_its_arguments_is_json():
     cases = {
         '{"x": [1, 2], "y": "z': {"x": [1, 2]},
@@ -140,6 +163,10 @@ def test_what_is_not_served_is_refused_by_name(fields, param, text):
 
 def test_values_that_ask_for_nothing_are_accepted():
     assert messages(tools=[], tool_choice={"type": "none"}, thinking={"type": "disabled"}).ignored_fields() == []
+    nulls = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": None}}
+    request = messages(USER | {"name": None}, output_config={"format": None, "effort": None}, **nulls)
+    assert request.tool_use.is_parallel
+    assert request.ignored_fields() == ["tools.cache_control"]
 
 
 @pytest.mark.parametrize(
@@ -196,17 +223,16 @@ def test_what_agents_send_is_read_or_named():
 )
 def test_thinking_is_a_variable_of_the_template(thinking, variables):
     assert messages(thinking={"type": thinking}).template_options == variables
+    own = {"enable_thinking": None, "x": {"y": None}}
+    request = messages(thinking={"type": thinking}, chat_template_kwargs=own)
+    assert (request.template_options, request.ignored_fields()) == (own, [])
 
 
 def test_documents_are_texts():
     parts = {"type": "content", "content": [{"type": "text", "text": "It is"}, {"type": "text", "text": "warm."}]}
     found = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "Rome."}]}
     turns = [document(DATA, title="Rome", context="Today."), document(parts), {"role": "user", "content": [found]}]
-    assert messages(*turns).conversation == [
-        ("user", "Rome\nToday.\nIt rains."),
-        ("user", "It is\nwarm."),
-        ("user", "t\ns\nRome."),
-    ]
+    assert messages(*turns).conversation == [("user", "Rome\nToday.\nIt rains.\nIt is\nwarm.\nt\ns\nRome.")]
 
 
 @pytest.mark.parametrize("place", ["output_config", "output_format"])

@@ -69,6 +69,17 @@ def test_null_counts_as_absent_and_unknown_fields_are_ignored():
     request = completion(**dict.fromkeys(nothing), user="me", unknown_field={"this": 1})
     assert (request.n, request.stop, request.stream, request.include_usage) == (1, (), False, False)
     assert request.sampling() == {}
+    assert not completion(stream_options={"include_usage": None, "x": None}, stream=True).include_usage
+    calls = [{"id": "1", "type": None, "function": {"name": "f", "arguments": None}}]
+    said = {"role": "assistant", "content": None, "name": None, "tool_calls": calls, "x": None}
+    schema = {"type": "object", "default": None}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    whole = chat(said, tools=tools, chat_template_kwargs={"x": None}, logit_bias={})
+    assert json.loads(json.loads(whole.conversation[0][2])["tool_calls"][0]["function"]["arguments"] or "{}") == {}
+    assert whole.template_options == {"x": None}
+    assert json.loads(whole.tools[0].parameters) == schema
+    allowed = {"mode": "required", "tools": [{"type": None, "function": {"name": "f", "x": None}}]}
+    assert chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).tool_use.is_required
 
 
 def test_fields_without_effect_are_named():

@@ -5,16 +5,21 @@ joined by newlines. Beside Anthropic's fields those of the sampling table are re
 are not read, such as `cache_control`, are named as ignored. Source: Anthropic's API reference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
-from headrace_transformer.frontends.openai.requests import SCORELESS, OpenAIRequest, SampledRequest, text_of
+from headrace_transformer.frontends.openai.chat_prompts import TemplateRequest
+from headrace_transformer.frontends.openai.requests import SCORELESS, SampledRequest, text_of
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import (
     TemplateMessage,
+    ToolCall,
     ToolChoice,
     call_of,
     read_tools,
@@ -66,7 +71,7 @@ class OutputConfig(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class ConversationRequest(OpenAIRequest):
+class ConversationRequest(TemplateRequest):
     """A conversation whose next message is the assistant's; also a request for the number of its tokens."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -107,7 +112,7 @@ class ConversationRequest(OpenAIRequest):
         """Variables of the chat template: a last message of the assistant is continued."""
         is_begun = self.conversation[-1][0] == "assistant"
         continued = {"continue_final_message": True, "add_generation_prompt": False} if is_begun else {}
-        return {**super().template_options, **continued}
+        return {**continued, **super().template_options}
 
     def _tools(self) -> ToolUse | None:
         choice, is_parallel = read_choice(self.tool_choice)
@@ -117,7 +122,7 @@ class ConversationRequest(OpenAIRequest):
         super().check()
         self.read_tool_use("tool_choice", self._tools)
         system: list[TemplateMessage] = [("system", self.system)] if self.system else []
-        self._conversation = [*system, *(message for turn in self.messages for message in turn.content)]
+        self._conversation = [*system, *_combined(message for turn in self.messages for message in turn.content)]
         self.messages = []
         role, text, *calls = self._conversation[-1]
         if role == "assistant" and (calls or not text.strip()):
@@ -166,6 +171,20 @@ def unread_fields(values: Mapping[str, Any]) -> tuple[str, ...]:
 def messages_of(role: str, blocks: list[Any]) -> list[TemplateMessage]:
     """The messages that one of Anthropic's makes: each result of a tool is one of its own."""
     return [_answer_of(blocks)] if role == "assistant" else _question_of(role, blocks)
+
+
+def _combined(messages: Iterable[TemplateMessage]) -> Iterator[TemplateMessage]:
+    """The messages, with neighbours of the user or of the assistant as one."""
+    for role, group in groupby(messages, itemgetter(0)):
+        same = list(group)
+        if len(same) == 1 or role not in ("user", "assistant"):
+            yield from same
+            continue
+        fields = [orjson.loads(text) for _, _, *texts in same for text in texts]
+        calls = [ToolCall(**call) for one in fields for call in one.get("tool_calls", ())]
+        reasoning = "\n".join(one["reasoning_content"] for one in fields if "reasoning_content" in one)
+        content = "\n".join(text for _, text, *_ in same if text)
+        yield template_message(role, content, calls, reasoning=reasoning)
 
 
 def text_of_blocks(content: Any) -> str:
@@ -240,8 +259,8 @@ def _string(block: dict[str, Any], name: str) -> str:
 def read_choice(choice: Mapping[str, Any]) -> tuple[ToolChoice, bool]:
     """What the model may call, and whether it may call several at once."""
     kind, name = choice.get("type"), choice.get("name")
-    is_single = choice.get("disable_parallel_tool_use", False)
-    if not isinstance(is_single, bool):
+    is_single = choice.get("disable_parallel_tool_use")
+    if not isinstance(is_single, bool | None):
         raise ValueError("disable_parallel_tool_use must be true or false")
     if kind == "tool" and isinstance(name, str):
         return ToolChoice(mode="required", names=frozenset([name])), not is_single

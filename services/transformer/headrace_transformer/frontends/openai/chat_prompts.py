@@ -90,27 +90,38 @@ class Message(BaseModel):
         return [f"messages.{name}" for name, value in (self.model_extra or {}).items() if value]
 
 
-class ChatPromptRequest(OpenAIRequest):
+class TemplateRequest(OpenAIRequest):
+    """A prompt of a chat template; of variables of equal names those of `chat_template_kwargs` count."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return {**super().template_options, **self.chat_template_kwargs}
+
+    def check(self) -> None:
+        super().check()
+        _check_template_options(self.chat_template_kwargs)
+
+
+class ChatPromptRequest(TemplateRequest):
     """`continue_final_message`: the answer continues the last message. `add_generation_prompt`: it begins a new one."""
 
     messages: list[Message] = Field(default_factory=list, min_length=1)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: Tools = ()
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Of equal names that of `chat_template_kwargs` counts."""
         begins = self.add_generation_prompt
         options = {} if begins is None else {"add_generation_prompt": begins}
         if self.continue_final_message:
             options = {"continue_final_message": True, "add_generation_prompt": False}
-        return {**super().template_options, **options, **self.chat_template_kwargs}
+        return {**options, **super().template_options}
 
     def check(self) -> None:
         super().check()
-        _check_template_options(self.chat_template_kwargs)
         try:
             self._conversation = [message.for_template() for message in self.messages]
         except ValueError as error:

@@ -18,6 +18,7 @@ from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, fault_of
+from headrace_transformer.frontends.openai.nulls import without_nulls
 from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop
 from headrace_transformer.text.answer_grammars import ignored_keywords
@@ -171,7 +172,7 @@ def parse(cls: type[RequestT], body: bytes) -> RequestT:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    values = {name: value for name, value in values.items() if value is not None}
+    values = without_nulls(values, cls)
     if isinstance(messages := values.get("messages"), list):
         check_message_count(len(messages))
     try:

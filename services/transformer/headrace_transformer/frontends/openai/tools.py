@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from headrace_transformer.frontends.openai.errors import fault_of
+from headrace_transformer.frontends.openai.nulls import without_nulls
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 MAX_TOOLS = 128  # OpenAI's limit.
@@ -141,7 +142,7 @@ Choice = Annotated[ToolChoice, BeforeValidator(read_tool_choice)]
 
 def _validated(cls: type[_ModelT], value: Any) -> _ModelT:
     try:
-        return cls.model_validate(value)
+        return cls.model_validate(without_nulls(value, cls))
     except ValidationError as error:
         raise ValueError(": ".join(fault_of(error))) from None
 

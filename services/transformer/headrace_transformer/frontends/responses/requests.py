@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import MAX_TOP_LOGPROBS
+from headrace_transformer.frontends.openai.chat_prompts import TemplateRequest
 from headrace_transformer.frontends.openai.requests import SCORELESS, Effort, SampledRequest, effort_variables, text_of
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import (
@@ -152,7 +153,7 @@ class ReasoningSettings(BaseModel):
     effort: Effort | None = None
 
 
-class ResponsesRequest(SampledRequest):
+class ResponsesRequest(TemplateRequest, SampledRequest):
     """A request for the next message of a conversation, which `previous_response_id` may begin."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
