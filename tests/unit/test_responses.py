@@ -1,6 +1,7 @@
 """Requests for responses, parsed and checked, and responses on record."""
 
 import json
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -10,9 +11,13 @@ from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import PayloadRecord
 from headrace_transformer.frontends.openai.requests import parse, parse_large
 from headrace_transformer.frontends.responses import stored
+from headrace_transformer.frontends.responses.answers import ResponseAnswer
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id, tools_of
+from headrace_transformer.generation.chunks import Assembler, Origin
 from headrace_transformer.generation.resume_ids import Signer
+from headrace_transformer.predictors import TokenChunk
+from headrace_transformer.text.answer_parser import AnswerSyntax
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning
 
 SIGNER = Signer(b"a key")
@@ -82,6 +87,11 @@ def test_sampling_fields_are_read_and_others_named():
         assert parsed.ignored_fields() == ["user", "max_tokens"]
     nothing = {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}, "truncation": "disabled"}
     assert request(**nothing).ignored_fields() == []
+    nulls = {"text": {"format": None, "verbosity": None, "x": None}, "reasoning": {"effort": None, "summary": None}}
+    assert request(**nulls).ignored_fields() == []
+    thought = request(chat_template_kwargs={"enable_thinking": False}, reasoning={"effort": "low"})
+    assert thought.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert thought.ignored_fields() == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,7 @@ def test_sampling_fields_are_read_and_others_named():
         ({"input": [{"role": "user", "content": "x"}] * 4097}, None, "at most 4096"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input.0.type", "'message'"),
         ({"input": [{"role": "user"}]}, "input.0", "message needs content"),
+        ({"input": [{"role": None, "content": "x"}]}, "input.0", "message needs role"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0", "function_call_output needs call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content", "'input_file' are not"),
         ({"background": True}, "background", "is not supported"),
@@ -239,3 +250,63 @@ def test_another_servers_reasoning_is_left_out():
     foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     said = {"type": "message", "role": "assistant", "content": "a"}
     assert request(input=[{"role": "user", "content": "u"}, foreign, said]).conversation[1] == ("assistant", "a")
+
+
+class Texts:
+    """A detokenizer of tokens that are their texts' places in a list."""
+
+    stopped, stop_string = False, None
+
+    def __init__(self, texts):
+        self.push = texts.__getitem__
+
+    def flush(self):
+        return ""
+
+
+async def scored_output(texts, per_chunk, syntax, stream):
+    asked = request(tools=[FUNCTION], include=["message.output_text.logprobs"], stream=stream)
+    token_bytes = SimpleNamespace(of=lambda token_id: texts[token_id].encode())
+    origin = Origin(SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=token_bytes)), [])
+    parser = syntax.parser("", asked.tool_use, 1)
+    assembler = Assembler(Texts(texts), origin, parser=parser, end_ids=[len(texts) - 1])
+
+    async def chunks():
+        for at in range(0, len(texts), per_chunk):
+            ids = list(range(at, min(at + per_chunk, len(texts))))
+            reason = "stop" if ids[-1] == len(texts) - 1 else None
+            yield assembler.take(TokenChunk(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=reason), 0.0)
+
+    answer = ResponseAnswer("resp_1", 0, asked)
+    written = [body.data async for body in (answer.events if stream else answer.whole)(chunks())]
+    if not stream:
+        return json.loads(written[0])["output"]
+    events = [json.loads(line[6:]) for line in b"".join(written).splitlines() if line.startswith(b"data: ")]
+    return events[-1]["response"]["output"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("per_chunk", [1, 2, 3, 4, 5, 7, 100])
+async def test_a_texts_log_probabilities_are_of_its_own_tokens_in_chunks_of_any_size(per_chunk, stream):
+    call = [*'{"name": "f", "arguments": ', "{}", "}"]
+    texts = [
+        "<think>",
+        "a",
+        " t",
+        "</think>",
+        "\n\n",
+        "t",
+        "\n",
+        " u",
+        "<tool_call>",
+        *call,
+        "</tool_call>",
+        " v",
+        "</s>",
+    ]
+    output = await scored_output(texts, per_chunk, AnswerSyntax("hermes", "think", takes_tools=True), stream)
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "message"]
+    tokens = [[one["token"] for one in item["content"][0]["logprobs"]] for item in (output[1], output[3])]
+    assert tokens == [["t", "\n", " u"], [" v", "</s>"]]
+    plain = await scored_output(["t", "s", "", "</s>"], per_chunk, AnswerSyntax(), stream)
+    assert [one["token"] for one in plain[0]["content"][0]["logprobs"]] == ["t", "s", "", "</s>"]

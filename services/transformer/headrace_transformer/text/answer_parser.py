@@ -57,12 +57,13 @@ class AnswerParser:
     reasoning: "ReasoningParser | HarmonyParser | None"
     tools: ToolCallParser | None
     max_calls: int | None = None
-    _parts: list[Part] = field(default_factory=list)
+    _steps: list[list[Part]] = field(default_factory=lambda: [[]])
     _reasoning_tokens: int = 0  # With the marks.
 
     def push(self, text: str) -> None:
         """Takes the text of the next token."""
         was_open = self.reasoning is not None and self.reasoning.is_open
+        self._steps.append([])
         self.push_rest(text)
         if self.reasoning is not None and (was_open or self.reasoning.is_open):
             self._reasoning_tokens += 1
@@ -80,8 +81,9 @@ class AnswerParser:
 
     def taken(self) -> Answer:
         """The parts since the last call."""
-        parts, self._parts = self._parts, []
-        return Answer(merged(parts), None if self.reasoning is None else self._reasoning_tokens)
+        steps, self._steps = self._steps, [[]]
+        parts = merged(part for step in steps for part in step)
+        return Answer(parts, None if self.reasoning is None else self._reasoning_tokens, steps)
 
     def _take(self, parts: list[Part]) -> None:
         for part in parts:
@@ -95,7 +97,7 @@ class AnswerParser:
         for part in parts:
             is_beyond = limit is not None and isinstance(part, CallStart | CallArguments) and part.number >= limit
             if not is_beyond and not (isinstance(part, Content) and not part.text):
-                self._parts.append(part)
+                self._steps[-1].append(part)
 
 
 class ReasoningMarks(NamedTuple):

@@ -36,10 +36,14 @@ Part = Content | Reasoning | CallStart | CallArguments
 
 
 class Answer(NamedTuple):
-    """Parts, and the number of tokens of the reasoning so far; None for a model without."""
+    """Parts, and the number of tokens of the reasoning so far; None for a model without.
+
+    `steps` are the same parts: those before the first token, and then those that each token added.
+    """
 
     parts: Sequence[Part]
     reasoning_tokens: int | None = None
+    steps: Sequence[Sequence[Part]] = ()
 
 
 def begins_segment(part: Part, last: Part | None) -> bool:

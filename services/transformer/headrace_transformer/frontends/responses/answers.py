@@ -4,7 +4,8 @@ Each event has the next `sequence_number`. A stream ends in `response.completed`
 maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API reference.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from itertools import accumulate, chain, zip_longest
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
@@ -17,13 +18,13 @@ from headrace_transformer.frontends.responses.items import ItemFields, Output
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.tools import flat_tool, written_choice
 from headrace_transformer.generation.chunks import End, TextChunk
-from headrace_transformer.text.answer_parts import Content
+from headrace_transformer.text.answer_parts import Content, Part, merged
 
 
 class ResponseAnswer:
     """Writes one answer; `head` has the fields that it has from its beginning to its end.
 
-    The tokens of a text have its log probabilities, as the engine's steps bring both.
+    The log probabilities of a text are those of its tokens, the end's among them, and not those of marks before it.
     """
 
     def __init__(self, response_id: str, created: int, request: ResponsesRequest) -> None:
@@ -43,7 +44,7 @@ class ResponseAnswer:
         }
         self._output = Output(response_id, ItemFields(request.origins, request.has_encrypted_reasoning))
         self._has_scores = request.has_logprobs
-        self._scores: list[dict[str, Any]] = []  # Of tokens whose text is not there yet.
+        self._scores: list[dict[str, Any]] = []  # Of tokens that have added no part yet.
 
     async def whole(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as one body."""
@@ -74,17 +75,27 @@ class ResponseAnswer:
         return self._output.event("response.failed", {"response": self.head | failure})
 
     def _take_all(self, chunk: TextChunk) -> bytes:
-        """The events of a chunk's parts; the scores of its tokens are those of its last text."""
-        if self._has_scores:
-            self._scores += token_scores(chunk)
-        texts = [number for number, part in enumerate(chunk.parts) if isinstance(part, Content)]
-        written = b""
-        for number, part in enumerate(chunk.parts):
-            is_scored = bool(texts) and number == texts[-1]
-            written += self._output.take(part, self._scores if is_scored else ())
-            if is_scored or not texts:
-                self._scores = []
+        """The events of a chunk's parts; with log probabilities those of each token, for it may add more than one."""
+        if not self._has_scores:
+            return b"".join(map(self._output.take, chunk.parts))
+        scores: list[list[dict[str, Any]]] = [[], *([score] for score in token_scores(chunk))]
+        if chunk.answer is None:
+            written = self._take([*chain(*scores)], chunk.parts, has_marks=False)
+        else:
+            steps = zip_longest(scores, map(merged, chunk.answer.steps), fillvalue=())
+            written = b"".join(self._take(new, parts, has_marks=True) for new, parts in steps)
+        if chunk.end is not None:
+            self._output.add_scores(self._scores)
         return written
+
+    def _take(self, scores: Sequence[dict[str, Any]], parts: Sequence[Part], has_marks: bool) -> bytes:
+        """The events of the parts that tokens add; of several texts the last one has their scores."""
+        own = [*self._scores, *scores]
+        self._scores = [] if parts else own
+        text = next((part for part in reversed(parts) if isinstance(part, Content)), None)
+        if text is not None and has_marks:
+            own = scores_of(text.text, own)
+        return b"".join(self._output.take(part, own if part is text else ()) for part in parts)
 
     def _end(self, chunk: TextChunk, end: End) -> bytes:
         status = status_of(end.reason)
@@ -96,6 +107,13 @@ class ResponseAnswer:
         status = status_of(end.reason)
         output, reasoning_tokens = self._output.whole(status), chunk.answer and chunk.answer.reasoning_tokens
         return self.head | ended(status, output, end.usage, reasoning_tokens)
+
+
+def scores_of(text: str, scores: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The scores of a text's tokens, without those of marks before them; all where the tokens have not the text."""
+    begin = bytes(chain.from_iterable(one["bytes"] for one in scores)).rfind(text.encode())
+    ends = accumulate(len(one["bytes"]) for one in scores)
+    return [one for one, end in zip(scores, ends, strict=True) if end > begin]
 
 
 def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:

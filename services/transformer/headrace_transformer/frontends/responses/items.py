@@ -104,12 +104,12 @@ class MessageItem(OutputItem):
 
     def __init__(self, response_id: str, index: int) -> None:
         super().__init__(response_id, index)
-        self._scores: list[dict[str, Any]] = []  # The log probabilities of tokens.
+        self.scores: list[dict[str, Any]] = []  # The log probabilities of tokens.
         self._new_scores: list[dict[str, Any]] = []
 
     def add(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> str:
         self._new_scores = list(scores)
-        self._scores += self._new_scores
+        self.scores += self._new_scores
         return super().add(part)
 
     def delta(self, text: str, number: int) -> bytes:
@@ -119,10 +119,10 @@ class MessageItem(OutputItem):
         return named_event({"type": f"{self.EVENT}.delta", **fields})
 
     def _part(self, text: str) -> dict[str, Any]:
-        return super()._part(text) | {"annotations": [], "logprobs": self._scores if text else []}
+        return super()._part(text) | {"annotations": [], "logprobs": self.scores if text else []}
 
     def _done(self, text: str) -> dict[str, Any]:
-        return {"logprobs": self._scores, "text": text}
+        return {"logprobs": self.scores, "text": text}
 
 
 class ReasoningItem(OutputItem):
@@ -237,6 +237,11 @@ class Output:
         if text := self._items[-1].add(part, scores):
             written += self._items[-1].delta(text, next(self._numbers))
         return written
+
+    def add_scores(self, scores: Sequence[dict[str, Any]]) -> None:
+        """Adds the scores of the tokens that end an answer without a text of their own, if it ends with a text."""
+        if self._items and isinstance(self._items[-1], MessageItem):
+            self._items[-1].scores += scores
 
     def end(self, status: str) -> bytes:
         """The events of the last item's end; an answer without parts is an empty message."""
