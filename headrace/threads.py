@@ -62,7 +62,8 @@ class FairThreads:
         """
         future = self.submit(caller, contextvars.copy_context().run, function, *arguments)
         if future is None:
-            raise OverloadedError("too many requests wait for a thread; retry later", retry_after_ms=_RETRY_AFTER_MS)
+            most = f"at most {self._places} may, half of them of one client"
+            raise OverloadedError(f"too many requests wait for a thread: {most}", retry_after_ms=_RETRY_AFTER_MS)
         return await asyncio.wrap_future(future)
 
     def close(self, last: Callable[[], object] = bool) -> None:

@@ -131,7 +131,7 @@ async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_o
         long = engine.submit(request(max_tokens=200))
         await until(lambda: engine.load.running)
         slot = engine.submit(request())
-        with pytest.raises(OverloadedError, match="the queue is full") as raised:
+        with pytest.raises(OverloadedError, match="the queue is full: 0 wait") as raised:
             await slot.read()
         assert raised.value.retry_after_ms
         long.cancel()

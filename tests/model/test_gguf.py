@@ -17,7 +17,7 @@ from headrace.models.gguf.reader import read_gguf
 from headrace.models.gguf.vocabulary import Vocabulary
 from headrace_predictor.engine.cpu.grouped import KINDS
 from headrace_predictor.generation.loading import load_generation
-from headrace_predictor.models.gguf_weights import KINDS_OF, unpack
+from headrace_predictor.models.gguf_weights import KINDS_OF, read_state, unpack
 from headrace_predictor.models.weights import prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from tests.gguf_files import QUANTISED, write_gguf
@@ -298,6 +298,14 @@ def test_attention_of_longrope_has_the_factor_of_the_file_only(stated, expected,
     write_gguf(tmp_path / "model.gguf", random_model("phi3")[0], rope__scaling__original_context_length=128, **stated)
     config = json.loads((gguf_folder(tmp_path / "model.gguf") / "config.json").read_text())
     assert config["rope_parameters"]["attention_factor"] == expected
+
+
+def test_queries_of_no_whole_heads_are_refused_by_file_and_tensor(tmp_path):
+    model, _ = random_model("llama")
+    write_gguf(tmp_path / "model.gguf", model)
+    model.config.num_attention_heads = 7
+    with pytest.raises(ValueError, match=r"model\.gguf has tensor blk\.0\.attn_q\.weight of \d+ rows, .+ not 7 heads"):
+        read_state(read_gguf(tmp_path / "model.gguf"), model.config, torch.float32)
 
 
 def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):

@@ -176,7 +176,7 @@ async def test_a_caller_that_leaves_keeps_its_thread_taken_until_the_code_ends()
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    with pytest.raises(OverloadedError):
+    with pytest.raises(OverloadedError, match="at most 1 may"):
         await pool.run("", int)
     release.set()
     pool.close()

@@ -197,7 +197,7 @@ def test_lists_come_in_pages(tmp_path):
 def test_the_folder_is_bounded(tmp_path, monkeypatch):
     kept = store.Store(tmp_path, LIMITS)
     file = kept.add_file(ALICE, "a", "batch", b"1" * 400)
-    with pytest.raises(OverloadedError, match="is full"):
+    with pytest.raises(OverloadedError, match="is full, it has 1000 bytes"):
         kept.add_file(ALICE, "a", "batch", b"1" * 200)  # More than half of it.
     kept.add_file(ANYONE, "a", "batch", b"1" * 200)
     with pytest.raises(OverloadedError, match="is full"):

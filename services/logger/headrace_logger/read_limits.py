@@ -60,7 +60,8 @@ class Readers:
         count, total = self._readers[caller], self._readers.total()
         if count >= self._max_of_one or total >= self._max_readers:
             # Without the number of other callers' calls, which is not public.
-            message = f"too many calls read records, {count} of them of this caller; retry later"
+            most = f"at most {self._max_readers} may, {self._max_of_one} of one"
+            message = f"too many calls read records, {count} of them of this caller; {most}"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._readers[caller] += 1
         try:

@@ -123,7 +123,8 @@ class Tails:
         tail = min(idle, key=lambda one: one.idle_since, default=None)
         if tail is None:
             # Without the number of other callers' tails, which is not public.
-            message = f"too many tails are open, {of[caller]} of them of this caller; retry later"
+            most = f"at most {self._max_tails} may be, {self._max_of_one} of one"
+            message = f"too many tails are open, {of[caller]} of them of this caller; {most}"
             raise OverloadedError(message, retry_after_ms=COME_BACK_MS)
         self._open.discard(tail)
         tail.fail(

@@ -41,7 +41,6 @@ from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.scheduler import Scheduler
-from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import SequenceOutput
 from headrace_predictor.engine.step import Outcome, StepRunner, is_plain, overlapped
@@ -287,7 +286,7 @@ class ContinuousBatchingEngine:
             elif (error := sequence.overdue(now)) is not None:
                 self._publisher.end(sequence, "failed", error)
             elif sequence in crowded_out:
-                self._publisher.end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
+                self._publisher.end(sequence, "failed", self._scheduler.queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
                 self._publisher.end(sequence, "failed", self._estimate.too_late())
         with self._changed:

@@ -63,7 +63,8 @@ class GrammarCompiler:
         Raises OverloadedError if too many sequences wait.
         """
         if self._threads.submit(sequence.client, self._run, sequence, queue, flush) is None:
-            raise OverloadedError("too many requests wait for their grammars", retry_after_ms=_RETRY_AFTER_MS)
+            most = f"at most {_MAX_WAITING} may, half of them of one client"
+            raise OverloadedError(f"too many requests wait for their grammars: {most}", retry_after_ms=_RETRY_AFTER_MS)
 
     def close(self) -> None:
         """Drops what waits."""

@@ -53,7 +53,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {
 }
 _EXPERTS = "ffn_{}_exps"
 _TURNED = ("llama", "mixtral", "granite", "smollm3")  # Their queries and keys have llama.cpp's order.
-_UNUSED = re.compile(
+_READ_ELSEWHERE = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.((attn_rot_embd|rope_freqs)\..*"
     r"|ffn_(gate|up|down)_exps\.weight)"
 )
@@ -220,7 +220,7 @@ def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str
     names = {**_LAYER, **_OWN.get(kind, {})}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if kind in _TURNED else {}
     for name, place in file.tensors.items():
-        if _UNUSED.fullmatch(name):
+        if _READ_ELSEWHERE.fullmatch(name):
             continue
         outer, _, what = name.rpartition(".")
         stem, own, order = outer, _OUTER.get(outer), None
@@ -230,7 +230,7 @@ def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str
         if own is None:
             raise ValueError(f"{file.path} has tensor {name[:64]}, which is not known")
         if stem in heads:
-            order = _order(place.shape[0], heads[stem])
+            order = _order(file, name, heads[stem])
         stored = StoredMatrix(place if len(place.shape) == 2 else _row(place), order if len(place.shape) == 2 else None)
         if len(place.shape) == 2 and place.type.name in KINDS_OF:
             yield f"{own}.{what}", stored
@@ -267,8 +267,9 @@ def _row(place: TensorPlace) -> TensorPlace:
     return TensorPlace(place.path, place.type, (1, *place.shape), place.begin)
 
 
-def _order(rows: int, heads: int) -> Array:
+def _order(file: GGUF, name: str, heads: int) -> Array:
     """The rows of the file in the order of transformers, which rotates halves of a head; llama.cpp rotates pairs."""
+    rows = file.tensors[name].shape[0]
     if rows % (2 * heads):
-        raise ValueError(f"{rows} rows are not {heads} heads")
+        raise ValueError(f"{file.path} has tensor {name[:64]} of {rows} rows, which are not {heads} heads")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -59,12 +59,15 @@ class ServedModel(Protocol):
         """Waits until the model can serve no more, possibly for ever; then raises EngineDeadError."""
 
     def close(self) -> None:
-        """Stops the model; requests in flight end with NotReadyError. Blocks for seconds at most."""
+        """Stops the model; requests in flight end with NotReadyError (HopBrokenError if it has died).
+
+        Blocks for seconds at most.
+        """
 
 
 @contextmanager
 def as_startup_error(model: str) -> Iterator[None]:
-    """Converts any error to a StartupError: damaged files raise errors of many types, and a retry helps with none."""
+    """Converts any error to a StartupError, whose context it is: damaged files raise errors of many types."""
     try:
         yield
     except StartupError:

@@ -73,7 +73,7 @@ class BatchQueue(Generic[T]):
         if entry.rows > self.max_rows:
             raise InvalidRequestError(f"a batch of {entry.rows}, at most {self.max_rows} are allowed")
         if len(self) >= self._max_waiting:
-            raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+            raise OverloadedError(f"the queue is full: {self._max_waiting} wait", retry_after_ms=retry_after_ms)
         self._buckets.setdefault(bucket_of(entry.length), []).append(entry)
 
     def remove(self, entry: Waiting[T]) -> bool:

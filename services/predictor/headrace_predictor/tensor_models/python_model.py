@@ -111,7 +111,7 @@ class _Admission:
     async def enter(self, retry_after_ms: int) -> None:
         """Waits for a slot, which `leave` frees; raises OverloadedError if too many wait."""
         if self._slots.locked() and self._waiting >= self._max_waiting:
-            raise OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+            raise OverloadedError(f"the queue is full: {self._max_waiting} wait", retry_after_ms=retry_after_ms)
         self._waiting += 1
         try:
             await self._slots.acquire()

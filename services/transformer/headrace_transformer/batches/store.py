@@ -296,7 +296,9 @@ class Store:
         own = _number(sql, "SELECT total(size) FROM files WHERE client = ?", client.name)
         every = _number(sql, "SELECT total(size) FROM files")
         if every + size > most or (client.name and own + size > most // 2):
-            raise OverloadedError("the folder of batches is full: delete files that are no longer needed")
+            raise OverloadedError(
+                f"the folder of batches is full, it has {most} bytes: delete files that are no longer needed"
+            )
         if _number(sql, "SELECT count(*) FROM files WHERE client = ? AND is_listed", client.name) >= MAX_FILES:
             raise OverloadedError(f"there are {MAX_FILES} files: delete those that are no longer needed")
 

@@ -114,9 +114,9 @@ class BodyProcesses:
 
         if future is None:
             done(None)
-            raise OverloadedError(
-                "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
-            )
+            most = f"{self._lanes[lane].places}, and {self._max_bytes} bytes, half of one client"
+            message = f"too many large bodies are being read or written: at most {most}"
+            raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
         future.add_done_callback(done)
         return future
 
@@ -131,8 +131,8 @@ class _Lane:
 
     def __init__(self, name: str, max_time_s: int, max_memory: int, niceness: int) -> None:
         self._limits = (str(max_time_s), str(max_memory), str(niceness))
-        places = _MAX_CHATS_WAITING if name == TEMPLATES else _MAX_WAITING
-        self._thread = FairThreads(1, places, name)
+        self.places = _MAX_CHATS_WAITING if name == TEMPLATES else _MAX_WAITING
+        self._thread = FairThreads(1, self.places, name)
         self._rest = ThreadPoolExecutor(1, f"{name}-rest")  # For what `begin` began; the other may wait for its end.
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None

@@ -275,11 +275,10 @@ class InFlight:
         """Makes a place in a full queue; refuses the newcomer if its client has the most there."""
         sequence = self._shares.crowded_out(newcomer, self.waiting)
         if sequence is None:
-            raise queue_full(retry_after_ms)
+            raise self.queue_full(retry_after_ms)
         self.waiting.remove(sequence)
         self._shares.leave(sequence, running=False)
         self.crowded_out.append(sequence)
 
-
-def queue_full(retry_after_ms: int) -> OverloadedError:
-    return OverloadedError("the queue is full", retry_after_ms=retry_after_ms)
+    def queue_full(self, retry_after_ms: int) -> OverloadedError:
+        return OverloadedError(f"the queue is full: {self._max_waiting} wait", retry_after_ms=retry_after_ms)

@@ -44,7 +44,7 @@ class FairPlaces:
 
     async def _wait(self, client: str, weight: float) -> None:
         if self.waiting >= _MAX_WAITING:
-            raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
+            raise OverloadedError(f"{_MAX_WAITING} requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((weight, turn))
         try:
