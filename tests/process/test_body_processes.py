@@ -160,7 +160,7 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
     waiting = [asyncio.create_task(processes.run(wait, (str(gate),), body)) for _ in range(3)]
     try:
         await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match="at most 256, and [0-9]+ bytes") as caught:
+        with pytest.raises(OverloadedError, match=r"at most 256, and \d+ bytes") as caught:
             await processes.run(wait, (str(gate),), body)
         assert caught.value.retry_after_ms
         # A cancelled call makes room in the queue.
