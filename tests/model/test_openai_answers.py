@@ -106,6 +106,37 @@ def test_offsets_count_the_special_tokens_that_an_echoed_prompt_names(tokenizer,
     assert offsets[:3] == [0, 0, 4]
 
 
+def test_offsets_of_an_echo_are_places_in_a_text_whose_first_word_has_lost_its_space():
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend = word_tokenizer(["<unk>", "▁The", "▁cat", "▁sat", "</s>"], decoder)
+    backend.add_special_tokens(["<s>", "</s>"])
+    special = {backend.token_to_id(text): text for text in ("<s>", "</s>")}
+    tokens = SimpleNamespace(token_bytes=TokenBytes(backend), decoder=SimpleNamespace(special_texts=special))
+    sentence = SimpleNamespace(tokenizer=tokens)
+    scores = read_prompt(PromptScores(chosen=[-1.0] * 2), 0)
+    start = backend.token_to_id("<s>")
+    made = text_chunk(" sat", [3], model=sentence, logprobs=[-1.0], prompt_ids=[start, 1, 2], prompt=scores)
+    choice = completion("The cat", echo=True, logprobs=0).whole(0, made)
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("The cat sat", [0, 0, 3, 7])
+
+
+def test_an_echo_of_ids_is_decoded_once_for_all_choices(tokenizer, model):
+    ids, decoded = ids_of(tokenizer, "Once upon"), []
+    backend = SimpleNamespace(decode=lambda ids, **_: decoded.append(ids) or tokenizer.backend.decode(ids))
+    shape = completion([ids], echo=True, n=3)
+    made = text_chunk(" a", [5], model=SimpleNamespace(tokenizer=SimpleNamespace(backend=backend)), prompt_ids=ids)
+    assert [shape.whole(index, made)["text"] for index in range(3)] == ["Once upon a"] * 3
+    assert decoded == [ids]
+
+
+def test_a_size_counts_log_probabilities_and_echoed_ids():
+    scores = read_prompt(PromptScores(chosen=[-1.0] * 2), 0)
+    tops = [[(5, -1.0), (6, -2.0)]] * 4
+    made = text_chunk("a", [5] * 4, logprobs=[-1.0] * 4, top_logprobs=tops, prompt_ids=[7, 8, 9], prompt=scores)
+    assert (chat(logprobs=True).size(made, True), completion([[7, 8, 9]], echo=True).size(made, True)) == (14, 17)
+    assert (completion(echo=True).size(text_chunk("a", [5]), False), chat().size(text_chunk("a", [5]), True)) == (0, 0)
+
+
 def test_log_probabilities_of_a_message(tokenizer, model):
     once, upon = ids_of(tokenizer, "Once upon")
     top = [[(once, -1.0), (upon, -2.0)]]

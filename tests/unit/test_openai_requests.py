@@ -11,6 +11,7 @@ from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, 
 from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
 from headrace_transformer.frontends.openai.requests import parse, parse_large
 from headrace_transformer.frontends.openai.text_requests import EmbeddingsRequest, TokenizeRequest
+from headrace_transformer.generation.token_quota import MonthUsedError
 from headrace_transformer.text.tools import ToolUse
 
 
@@ -130,6 +131,8 @@ def test_the_older_messages_of_functions_are_as_templates_take_those_of_tools():
     assert result[:2] == ("tool", "4")
     assert json.loads(result[2]) == {"name": "f", "tool_call_id": tool_call["id"]}
     assert len(tool_call["id"]) == 9
+    with pytest.raises(InvalidRequestError, match="one of both"):
+        chat(call | {"tool_calls": [CALL]})
     body = json.dumps({"messages": [call]}).encode()
     assert pickled(parse_large(body, ChatCompletionRequest)[0]).conversation == [asked]
 
@@ -264,6 +267,7 @@ UNSUPPORTED = {
     "modalities": (chat, {"modalities": ["text", "audio"]}),
     "chat_template": (chat, {"chat_template": "{{ messages }}"}),
     "truncation_side": (completion, {"truncation_side": "right"}),
+    "prompt_embeds": (completion, {"prompt_embeds": "UEs="}),
     "spaces_between_special_tokens": (completion, {"spaces_between_special_tokens": False}),
 }
 
@@ -336,7 +340,10 @@ WRONG = {
     "parallel_tool_calls": [(chat, {"parallel_tool_calls": 1})],
     "functions": [
         (chat, {"functions": functions, **tools})
-        for functions, tools in (({}, {}), ([5], {}), ([{"name": "f"}], {"tools": TOOLS}))
+        for functions, tools in (
+            *(({}, {}), ([5], {}), ([{"name": "f"}], {"tools": TOOLS})),
+            ([{"name": "f"}], {"tool_choice": "required"}),
+        )
     ],
     "function_call": [
         (chat, {"function_call": call, **fields})
@@ -458,6 +465,7 @@ def test_a_body_that_is_no_request_is_refused(body, message):
         (ContextLengthError("long", param="input"), "invalid_request_error", "context_length_exceeded", "input"),
         (InvalidRequestError("bad"), "invalid_request_error", "invalid_argument", None),
         (OverloadedError("later"), "rate_limit_error", "rate_limit_exceeded", None),
+        (MonthUsedError("next month"), "rate_limit_error", "insufficient_quota", None),
         (RequestFailedError("failed"), "server_error", "internal", None),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
-from headrace.sampling import ContextLimits
-from headrace_transformer.generation.preparation import Preparation, kept_tokens
+from headrace.sampling import ContextLimits, SamplingParameters
+from headrace_transformer.generation.preparation import Preparation, _check_model, kept_tokens
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.text import chat_templates
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
@@ -203,3 +203,28 @@ def test_each_role_gets_its_contents_as_the_template_writes_them(roles):
     template = f"{{% for m in messages %}}{written};{{% endfor %}}{{# text #}}"
     messages = [["system", "S"], ["user", "U"], ["assistant", "A"], ["user", "V"]]
     assert chat_templates.rendered(messages, "", "m", template, {}) == "S;U;A;V;"
+
+
+ENGINES_OWN = [
+    {"include_reasoning": False},
+    {"logprob_token_ids": [5]},
+    {"mm_processor_kwargs": {"num_crops": 4}},
+    {"repetition_detection": {"min_count": 3}},
+    {"thinking_token_budget": 0},
+]
+
+
+@pytest.mark.parametrize("fields", ENGINES_OWN)
+async def test_a_field_of_engines_that_changes_the_answer_is_refused_for_other_models(fields):
+    request = TextRequest(CallContext("", ""), "m", prompt_ids=[5], engine_fields=fields)
+    model = SimpleNamespace(name="m", pool=None, tokenizer=Strict(), defaults=SamplingParameters())
+    with pytest.raises(InvalidRequestError, match="is not supported") as raised:
+        await Preparation(None, SyntaxSettings()).prepared(request, model)
+    assert raised.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize("fields", [{"include_reasoning": True, "logprob_token_ids": []}, *ENGINES_OWN])
+async def test_it_is_not_where_it_has_no_effect_or_the_engine_has_it(fields):
+    request = TextRequest(CallContext("", ""), "m", prompt_ids=[5], engine_fields=fields)
+    pool = object() if fields in ENGINES_OWN else None
+    _check_model(request, SimpleNamespace(name="m", pool=pool), SamplingParameters())

@@ -40,6 +40,13 @@ class Prepared(NamedTuple):
     dialect: Dialect | None = None
 
 
+# vLLM's fields that change an answer: only its engines take them.
+_OF_ENGINES = (
+    *("include_reasoning", "logprob_token_ids", "mm_processor_kwargs", "repetition_detection"),
+    "thinking_token_budget",
+)
+
+
 class Preparation:
     """Owned by the event loop; one for all requests. Raises InvalidRequestError, ContextLengthError."""
 
@@ -185,6 +192,10 @@ class Preparation:
 
 def _check_model(request: TextRequest, model: TextModel, sampling: SamplingParameters) -> None:
     """Refuses what the model's predictor lacks."""
+    for name in () if model.pool is not None else _OF_ENGINES:
+        value = request.engine_fields.get(name)
+        if not (value is None or value is True or value in ([], {})):
+            raise InvalidRequestError(f"{name} is not supported by the predictor of model {model.name!r}", param=name)
     if sampling.structured_outputs and not model.resumes:
         raise InvalidRequestError(
             f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Headrace's", param=PARAMETER

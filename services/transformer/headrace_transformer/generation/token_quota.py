@@ -32,6 +32,10 @@ _MAX_CLIENTS = 1000
 UsedTokens = Callable[[str, datetime], Awaitable[int]]
 
 
+class MonthUsedError(OverloadedError):
+    """A client has used the tokens of its month."""
+
+
 class Reservation(AbstractContextManager["Reservation"]):
     """The tokens of one request, until the block ends; the owner keeps `used`, what comes to its prompt, up to date."""
 
@@ -144,7 +148,7 @@ class MonthBudget:
             await self._read(client.name, known)
         if known.used >= limit:
             ends = (month + timedelta(days=32)).replace(day=1)
-            raise OverloadedError(
+            raise MonthUsedError(
                 f"{client.name} has used the {limit} tokens that its key allows in a month",
                 retry_after_ms=int((ends - self._now()).total_seconds() * 1000),
             )

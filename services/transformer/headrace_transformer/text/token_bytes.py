@@ -17,6 +17,7 @@ class TokenBytes:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        self._known: dict[int, bytes] = {}  # Of the vocabulary's tokens, as they were asked for.
         self._added = {token_id: str(token) for token_id, token in backend.get_added_tokens_decoder().items()}
         self._is_byte_level = b'"ByteLevel"' in (backend.decoder.__getstate__() if backend.decoder else b"")
         self._before = self._ordinary_id()
@@ -24,11 +25,17 @@ class TokenBytes:
 
     def of(self, token_id: int) -> bytes:
         """The token's bytes; none for an id that has no token."""
+        found = self._known.get(token_id)
+        if found is None:
+            token: str | None = self._backend.id_to_token(token_id)
+            if token is None:
+                return b""
+            found = self._known[token_id] = self._read(token_id, token)
+        return found
+
+    def _read(self, token_id: int, token: str) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
-        token: str | None = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
         if self._is_byte_level and all(character in _bytes_of_characters() for character in token):
             return bytes(_bytes_of_characters()[character] for character in token)
         if fallback := _FALLBACK.fullmatch(token):

@@ -78,6 +78,12 @@ class Format(ABC):
         self._names_ids = request.return_tokens_as_token_ids
         self._scores_prompt = request.prompt_logprobs is not None
 
+    def size(self, chunk: TextChunk, is_first: bool) -> int:
+        """The log probabilities that a chunk is written with; a choice's first one has the prompt's."""
+        scores, tops = chunk.tokens.prompt, chunk.tokens.top_logprobs
+        own = len(chunk.tokens.logprobs) * (1 + (len(tops[0]) if tops else 0))
+        return own if scores is None else own + scores.chosen.size + scores.top.size
+
     @abstractmethod
     def whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         """A whole choice."""
@@ -123,6 +129,11 @@ class CompletionFormat(Format):
         self._writes_special = not request.skip_special_tokens
         self._has_scores = request.logprobs is not None
         self._lengths: dict[int, int] = {}  # Characters of a choice so far.
+        self._echoes: dict[int, str] = {}  # Of prompts of ids, by number.
+
+    def size(self, chunk: TextChunk, is_first: bool) -> int:
+        """The echoed ids too."""
+        return super().size(chunk, is_first) + (len(chunk.origin.prompt_ids) if self._echoed and is_first else 0)
 
     def whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         return self.chunk(index, chunk, True) | self._prompt_scores(chunk)
@@ -135,11 +146,14 @@ class CompletionFormat(Format):
 
     def _echo(self, index: int, chunk: TextChunk) -> str:
         """The prompt, as it is put before choice `index`."""
-        prompt = self._echoed[index // self._n]
+        number = index // self._n
+        prompt = self._echoed[number]
         if isinstance(prompt, str):
             return prompt
-        text: str = chunk.origin.model.tokenizer.backend.decode(prompt, skip_special_tokens=True)
-        return text
+        if number not in self._echoes:
+            tokenizer = chunk.origin.model.tokenizer
+            self._echoes[number] = tokenizer.backend.decode(prompt, skip_special_tokens=True)
+        return self._echoes[number]
 
     def _logprobs(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         tokenizer, names_ids = chunk.origin.model.tokenizer, self._names_ids
@@ -155,6 +169,8 @@ class CompletionFormat(Format):
             has_text = echo.startswith(special or "", length) if number < len(prompt) else self._writes_special
             if special is None or has_text:
                 length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
+                # Decoders of SentencePiece leave out the space of a text's first word.
+                length -= number < len(prompt) and piece[:1] == b" " and _lacks_space(echo, offsets[-1], piece)
         self._lengths[index] = length
         texts = [token_name(one.id, piece, names_ids) for one, piece in zip(scored, pieces, strict=True)]
         return {
@@ -170,6 +186,12 @@ class CompletionFormat(Format):
             ],
             "text_offset": offsets,
         }
+
+
+def _lacks_space(text: str, start: int, piece: bytes) -> bool:
+    """Whether a text has, from a place on, a piece without its space."""
+    written = piece.decode(errors="replace")
+    return text.startswith(written[1:], start) and not text.startswith(written, start)
 
 
 class ChatFormat(Format):

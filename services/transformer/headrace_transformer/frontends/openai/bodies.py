@@ -23,7 +23,7 @@ from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumeIds
 from headrace_transformer.predictors import CONTINUITY, TokenChunk
 
 _DONE = b"data: [DONE]\n\n"
-# Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
+# Log probabilities and echoed ids that are written at once; more of them take longer than others should wait.
 _MAX_WRITTEN_AT_ONCE = 2048
 T = TypeVar("T")
 _MARK = uuid.uuid4().hex  # Stands for the text of an event, and is nowhere else in it.
@@ -51,17 +51,18 @@ async def answer(
             made: list[list[TextChunk]] = [[] for _ in generations]
             async for index, chunk in chunks:
                 made[index].append(chunk)
-            yield await _aside_if_large(made[0][0], partial(_whole, head, made, request.n, shape))
+            size = sum(shape.size(one, not number) for chunks in made for number, one in enumerate(chunks))
+            yield await _aside_if_large(size, partial(_whole, head, made, request.n, shape))
             return
         # An id counts the tokens of one answer.
         is_single = len(generations) == 1 and not generations[0].prompt_only
         events = _Events(head, request, shape, identity if identity.has_ids and is_single else None)
         running, last = len(generations), b""
         async for index, chunk in chunks:
-            if chunk.tokens.prompt is None:
-                written = events.of(index, chunk)
+            if events.begins(index) or chunk.tokens.prompt is not None:
+                written = await _aside_if_large(shape.size(chunk, True), partial(events.of, index, chunk))
             else:
-                written = await _aside_if_large(chunk, partial(events.of, index, chunk))
+                written = events.of(index, chunk)
             running -= chunk.end is not None
             if not running:
                 last = written  # It goes out together with what follows it at once.
@@ -70,11 +71,9 @@ async def answer(
         yield HttpBody(content_type=EVENTS, data=last + events.end())
 
 
-async def _aside_if_large(first: TextChunk, write: Callable[[], T]) -> T:
-    """The result of `write`, in a thread where the scores of the prompt in a `first` chunk are many."""
-    scores = first.tokens.prompt
-    is_large = scores is not None and scores.chosen.size + scores.top.size > _MAX_WRITTEN_AT_ONCE
-    return await asyncio.to_thread(write) if is_large else write()
+async def _aside_if_large(size: int, write: Callable[[], T]) -> T:
+    """The result of `write`, in a thread where it writes many numbers; see `Format.size`."""
+    return await asyncio.to_thread(write) if size > _MAX_WRITTEN_AT_ONCE else write()
 
 
 def _whole(head: dict[str, Any], made: Sequence[Sequence[TextChunk]], n: int, shape: Format) -> HttpBody:
@@ -103,6 +102,10 @@ class _Events:
         self._latest: dict[int, TextChunk] = {}  # By choice.
         self._tokens: dict[int, int] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # By choice: what is before and after the text.
+
+    def begins(self, index: int) -> bool:
+        """Whether nothing of a choice has been written."""
+        return index not in self._latest
 
     def of(self, index: int, chunk: TextChunk) -> bytes:
         """The event of a chunk; empty for one whose text is held back, or that the client has.

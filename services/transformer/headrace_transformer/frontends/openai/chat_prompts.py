@@ -69,6 +69,8 @@ class Message(BaseModel):
             raise ValueError("a message of a function needs its name")
         if (self.tool_calls or self.function_call) and self.role != "assistant":
             raise ValueError("only the assistant's messages have tool_calls or a function_call")
+        if self.tool_calls and self.function_call:
+            raise ValueError("function_call is the older way of tool_calls; give one of both")
         return self
 
     def for_template(self) -> TemplateMessage:
@@ -76,7 +78,7 @@ class Message(BaseModel):
         reasoning = self.reasoning_content or self.reasoning
         others = {"name": self.name, "refusal": self.refusal}
         role, calls, called = self.role, self.tool_calls or (), self.function_call
-        if called is not None and not calls:
+        if called is not None:
             calls = [ToolCall(id=_call_id(called.name), function=called)]
         if role == "tool":
             others["tool_call_id"] = self.tool_call_id

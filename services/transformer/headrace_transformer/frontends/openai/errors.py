@@ -1,6 +1,6 @@
 """Errors as OpenAI writes them: `{"error": {"message", "type", "code", "param"}}`.
 
-`code` is OpenAI's own word where it has one, else the name of the gRPC status.
+`code` is OpenAI's own word for the kinds in `_CODES`, else the name of the gRPC status.
 Source: OpenAI's API reference, and the error classes of its Python client.
 """
 
@@ -10,12 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, NotFoundError, OverloadedError
+from headrace_transformer.generation.token_quota import MonthUsedError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES: dict[type[HeadraceError], str] = {
     NotFoundError: "model_not_found",
     ContextLengthError: "context_length_exceeded",
     OverloadedError: "rate_limit_exceeded",
+    MonthUsedError: "insufficient_quota",
 }
 
 

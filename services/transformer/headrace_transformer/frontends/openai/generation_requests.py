@@ -127,6 +127,7 @@ class CompletionRequest(GenerationRequest):
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GenerationRequest.UNSUPPORTED,
+        "prompt_embeds": ([],),
         "suffix": ("",),
     }
 
@@ -239,8 +240,9 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
 
     def check(self) -> None:
         super().check()
+        has_newer = self.tools or self.tool_choice != ToolChoice(mode="auto")
         for name in ("functions", "function_call"):
-            if self.tools and getattr(self, name):
+            if has_newer and getattr(self, name):
                 raise InvalidRequestError(f"{name} is the older way of tools; give one of both", param=name)
         self._ignored += dict.fromkeys(name for message in self.messages for name in message.unread)
         if self.functions or self.function_call is not None:
