@@ -42,7 +42,10 @@ class Prepared(NamedTuple):
 
 # vLLM's fields that change an answer: only its engines take them.
 _OF_ENGINES = (
-    *("include_reasoning", "logprob_token_ids", "mm_processor_kwargs", "repetition_detection"),
+    "include_reasoning",
+    "logprob_token_ids",
+    "mm_processor_kwargs",
+    "repetition_detection",
     "thinking_token_budget",
 )
 
